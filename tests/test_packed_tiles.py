@@ -8,46 +8,78 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import rlx_jax as rlx
-from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, without_triton_warning
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
-from rlx_jax.lowering.lir.plan import Choice
+from rlx_jax.lowering.lir.packed_tiles import GROUPS, PROGRAMS, SHARED, divide, multiply_tiles
+from rlx_jax.lowering.lir.tile_decoder import STEP
+from rlx_jax.weights.module_tensors import declare_scheme
+from tests.interpreter import interpreted, needs_mosaic
 from tests.oracles.packed import packed
 
 BF16, OP = np.dtype(jnp.bfloat16), MatMul(contract=1, f32_result=True)
-WITH_TILES = ["gguf_q8_0", "gguf_q8k", "int8/128", "int8/32"]
+WITH_TILES = ["gguf_q4_0", "gguf_q4k", "gguf_q8_0", "gguf_q8k", "int4/128", "int4/32", "int8/128", "int8/32"]
+FP8 = {
+    rows: declare_scheme("fp8_e4m3", 8, block, "f32", table="e4m3", rows=rows).name
+    for rows, block in ((1, None), (128, 128))
+}
 run = IMPLEMENTATIONS["packed_tiles"]
 
 
 def weight(scheme: str, shape: tuple[int, int], dtype: Any = np.float32) -> PackedWeight:
-    """A weight in bf16 with random codes, and scales of at most 0.01 of both signs."""
+    """A weight in bf16 with random codes, none of them NaN, and scales of at most 0.01 of both signs."""
     rng, arrays = np.random.default_rng(3), {}
     for name, t in SCHEMES[scheme].array_types(shape).items():
-        raw = rng.integers(0, 256, (*map(int, t.shape), t.dtype.itemsize), np.uint8).view(t.dtype)[..., 0]
-        if name == "scales":
+        raw = rng.integers(0, 126, (*map(int, t.shape), t.dtype.itemsize), np.uint8).view(t.dtype)[..., 0]
+        if SCHEMES[scheme].six_bits and name == "scales":
+            raw[:, ::4] = (
+                rng.uniform(-0.01, 0.01, (len(raw), raw.shape[1] // 4, 2)).astype("f2").view(np.uint32)[..., 0]
+            )
+        elif name == "scales":
             raw = rng.uniform(-0.01, 0.01, raw.shape).astype(f"f{t.dtype.itemsize}").view(t.dtype)
         arrays[name] = jnp.asarray(raw)
     return PackedWeight(arrays, scheme, BF16, np.dtype(dtype))
 
 
 def test_the_schemes_that_have_it() -> None:
-    assert [s for s in sorted(SCHEMES) if has_tiles(s, (128, 1024), 9)] == WITH_TILES
+    built_in = [s for s in sorted(SCHEMES) if s.startswith("gguf_") or "/" in s]
+    assert [s for s in built_in if has_tiles(s, (128, 1024), 9)] == WITH_TILES
+    assert all(has_tiles(s, (128, 1024), 9) for s in FP8.values())
+    assert not has_tiles("gguf_q4k", (128, 384), 9)  # words of scales are of whole blocks
     others: list[tuple[tuple[int, int], int]] = [((96, 1024), 9), ((128, 192), 9), ((128, 1024), 8), ((128, 1024), 129)]
     assert not any(has_tiles("gguf_q8_0", shape, rows) for shape, rows in others)
 
 
-@pytest.mark.parametrize("scheme", WITH_TILES)
-def test_a_product(scheme: str) -> None:
+@needs_mosaic
+@pytest.mark.parametrize(("scheme", "rows", "shape", "dtype"), [
+    ("gguf_q8_0", 9, (64, 2048), "float32"),  # two warpgroups sum halves of a step
+    ("gguf_q8k", 33, (256, 256), "float32"), ("int8/128", 16, (192, 384), "float16"),
+    ("int8/32", 72, (320, 256), "bfloat16"),  # several tiles for a program
+    (FP8[128], 24, (128, 512), "bfloat16"), (FP8[1], 12, (64, 256), "float32"),
+    ("int4/32", 16, (192, 256), "float32"), ("int4/128", 16, (64, 4096), "float16"),  # slots are filled again
+    ("gguf_q4k", 9, (64, 512), "float32"),
+])  # fmt: skip
+def test_a_product(scheme: str, rows: int, shape: tuple[int, int], dtype: str) -> None:
     """Equals the product with the decoded weight, whatever it was rounded to before."""
-    for rows, shape, dtype in ((9, (64, 2048), np.float32), (33, (192, 1024), np.float16)):
-        w, x = weight(scheme, shape, dtype), np.random.default_rng(rows).standard_normal((rows, shape[1])).astype(BF16)
-        want = x.astype(np.float64) @ np.asarray(w.decode(), np.float64).T
-        np.testing.assert_allclose(run(OP, jnp.asarray(x), w), want, rtol=0, atol=3e-6 * np.abs(want).max())
+    w, x = weight(scheme, shape, dtype), np.random.default_rng(rows).standard_normal((rows, shape[1])).astype(BF16)
+    want = x.astype(np.float64) @ np.asarray(w.decode(), np.float64).T
+    got = interpreted(multiply_tiles, jnp.asarray(x), w)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("rows", "height", "width", "bits"), [
+    (64, 16384, 2048, 8), (128, 128256, 2048, 4), (9, 64, 128, 8), (16, 192, 8192, 4),
+])  # fmt: skip
+def test_how_a_product_is_divided(rows: int, height: int, width: int, bits: int) -> None:
+    """All of it, within the memory and the threads that a program has."""
+    d = divide(rows, height, width, bits)
+    assert d.tiles * d.features == height and d.steps * d.parts * STEP == width and rows <= d.rows < rows + 8
+    assert d.wide * d.deep <= GROUPS and d.programs <= PROGRAMS and d.slots >= 2
+    step = STEP * (d.features * bits // 8 + 2 * d.rows)
+    assert d.slots * step + (d.deep - 1) * d.features * d.rows * 4 <= SHARED
 
 
 def test_gradients_and_weights_without_it() -> None:
@@ -62,13 +94,11 @@ def test_gradients_and_weights_without_it() -> None:
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-3)
 
 
-def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx_jax.lowering.lir.kernels.running_device", lambda: DEVICES["h200"])
-    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-    with without_triton_warning({(OP, ()): Choice("packed_tiles", "")}), use_abstract_mesh(h200):
-        traced = jax.jit(lambda x, w: run(OP, x, w)).trace(jnp.ones((64, 2048), BF16), weight("gguf_q8_0", (128, 2048)))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 1
+@needs_mosaic
+def test_it_lowers_for_a_gpu() -> None:
+    for scheme in ("gguf_q8_0", FP8[128]):
+        traced = jax.jit(lambda x, w: run(OP, x, w)).trace(jnp.ones((64, 2048), BF16), weight(scheme, (128, 2048)))
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
 
 
 @pytest.mark.usefixtures("with_kernels")

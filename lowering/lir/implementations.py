@@ -242,12 +242,13 @@ _packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
 _row_kernels = LazyModule("rlx_jax.lowering.lir.row_kernels")
 
 # The kernels in Triton's dialect, with their modules.
-TRITON_KERNELS = {"packed_tiles": _packed_tiles}
+TRITON_KERNELS: dict[str, LazyModule] = {}
 # The kernels in Mosaic GPU, for one op and for groups.
 MOSAIC_OPS = {
     **dict.fromkeys(("one_pass", "selected"), _row_kernels),
     **dict.fromkeys(("states_in_one", "convolved_states"), _delta_chunks),
     "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
+    "packed_tiles": _packed_tiles,
 }
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_OPS, *MOSAIC_KERNELS)

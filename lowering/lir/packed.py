@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.experts import GroupedMatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.packed import SCHEMES, Scheme
+from rlx_jax.ir.packed import SCHEMES, Codes, Scheme
 from rlx_jax.ir.packed_values import decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
 from rlx_jax.ir.types import DimLike, TensorType, short_name
@@ -140,10 +140,17 @@ def multiplies_tiles(call: tuple[Mir, Sequence[TensorType]], programs: Sequence[
 def has_tiles(scheme: str, shape: Sequence[DimLike], rows: int) -> bool:
     """Return whether the kernel of `packed_tiles.py` multiplies so many rows with a weight `[N, K]` of a scheme."""
     packing, (height, width) = SCHEMES[scheme], KERNEL_TILE
-    plain = Scheme(scheme, packing.codes, packing.block, packing.scale, signed=True)
-    is_8_bit = packing == plain and packing.codes[0].bits == 8 and packing.scale in ("f16", "f32")
-    has_groups = packing.block in (32, 64, 128, 256)
-    return rows in TILED_ROWS and is_8_bit and has_groups and not (int(shape[0]) % height or int(shape[1]) % width)
+    block, codes = packing.block, packing.codes
+    if codes[0].bits == 8:
+        kinds: list[dict[str, Any]] = [{"signed": True}, {"table": "e4m3"}]
+        plain = [Scheme(scheme, codes, block, packing.scale, rows=packing.rows, **kind) for kind in kinds]
+        is_known = packing in plain and packing.scale in ("f16", "f32") and len(codes) == 1
+        is_known = is_known and (block is None or block == height // 2 or block % height == 0)
+    else:
+        q4k = replace(SCHEMES["gguf_q4k"], name=scheme)
+        is_known = packing in (q4k, *(Scheme(scheme, (Codes(4, n // 2),), n, "f16", zero=8) for n in (32, 128)))
+    is_divided = not (int(shape[0]) % height or int(shape[1]) % width or (packing.rows > 1 and packing.rows % height))
+    return rows in TILED_ROWS and is_known and is_divided and (not packing.six_bits or int(shape[1]) % 256 == 0)
 
 
 def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:

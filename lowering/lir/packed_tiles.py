@@ -1,68 +1,339 @@
-"""A kernel of Pallas (Triton backend) for products of some rows with a weight whose packed codes have 8 bits.
+"""One Pallas kernel (Mosaic GPU) for products of some rows with a weight whose packed codes have 8 bits, on `wgmma`.
 
-Each program decodes a tile of the matrix into registers and multiplies it; no decoded matrix is written to memory.
-Measured on one H200, bf16, 64 rows, Q8_0, µs, floats, decoded by XLA and this kernel: 16384 x 2048 21, 65 and 33; 2048
-x 8192 18, 39 and 21; 128256 x 2048 136, 457 and 222. With codes of 4 bits it gained little, and in some shapes lost.
+The features of the weight are the rows of the result, 64 for each warpgroup, and the rows of x are its columns. One
+warpgroup of a program copies codes and x to shared memory; the others decode codes in registers, which `wgmma` reads
+there. A lane reads 16 codes that are neighbours, where the instruction expects pairs that are 8 apart, so the columns
+of x are put in the same order while they are copied. Few features are divided further: several programs, and two
+warpgroups of each, sum parts of a row.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.packed_values import group_scales
+from rlx_jax.ir.packed import SCHEMES, Scheme
+from rlx_jax.lowering.lir.expert_products import emit_asm, transforms, wait_for_rows
 from rlx_jax.lowering.lir.implementations import few_rows, with_reference
-from rlx_jax.lowering.lir.kernels import kernel_call
-from rlx_jax.lowering.lir.mosaic import pl
-from rlx_jax.lowering.lir.packed import KERNEL_TILE, PackedWeight, dequant_matmul, has_tiles
+from rlx_jax.lowering.lir.mosaic import ir, llvm, load, mgpu, pl, plgpu, vector
+from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
+from rlx_jax.lowering.lir.tile_decoder import STEP, TILE, Decoder, code_layout
 
 AnyArray = Any
 
-# Programs that one Hopper GPU runs at once, and the warps and the stages of loads of each.
-PROGRAMS, WARPS, STAGES = 256, 4, 4
+# Warpgroups that decode, multiprocessors, and bytes of shared memory for steps and sums.
+GROUPS, PROGRAMS, SHARED = 4, 132, 220 * 1024
+
+# Registers of a program, and of a thread that copies; the others have the rest.
+REGISTERS, COPYING = 65536, 32
 
 
-def multiply_tiles(x: AnyArray, w: PackedWeight) -> AnyArray:
+class Division(NamedTuple):
+    """How a product is divided.
+
+    Attributes:
+        rows: rows of x, a multiple of 8.
+        width: columns of x.
+        tiles: tiles of features.
+        wide: warpgroups for the features of a tile.
+        deep: warpgroups that sum different columns of the same features.
+        parts: parts of a row that programs sum.
+        programs: programs, each of which computes one part of a tile after another.
+        bits: bits of a code.
+        slots: steps that shared memory has room for.
+    """
+
+    rows: int
+    width: int
+    tiles: int
+    wide: int
+    deep: int
+    parts: int
+    programs: int
+    bits: int
+    slots: int
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a part."""
+        return self.width // STEP // self.parts
+
+    @property
+    def features(self) -> int:
+        """Return the features of a tile."""
+        return TILE * self.wide
+
+    @property
+    def registers(self) -> int:
+        """Return the registers of a thread that decodes; more than all have at the start together would never come."""
+        groups = self.wide * self.deep
+        at_start = REGISTERS // (128 * (groups + 1)) // 8 * 8
+        return min(232, (at_start * (groups + 1) - COPYING) // groups // 8 * 8)
+
+    @property
+    def lag(self) -> int:
+        """Return the steps last begun, for whose rows of x a program does not wait yet."""
+        return min(2, self.slots // 2)
+
+    @property
+    def code_tiles(self) -> int:
+        """Return the tiles of `TILE` bytes of codes of a step."""
+        return STEP * self.bits // 8 // TILE
+
+
+def divide(rows: int, height: int, width: int, bits: int, programs: int = PROGRAMS) -> Division:
+    """Return the division of a product by which the busiest multiprocessor reads and writes the fewest bytes."""
+    best, size = None, -(-rows // 8) * 8
+    for wide in (n for n in range(GROUPS, 0, -1) if height // TILE % n == 0):
+        deep, tiles = (2 if 2 * wide <= GROUPS else 1), height // TILE // wide
+        step, sums = STEP * (TILE * wide * bits // 8 + 2 * size), (deep - 1) * TILE * wide * size * 4
+        for parts in (n for n in range(1, width // STEP + 1) if width // STEP % n == 0):
+            most = -(-tiles * parts // programs)
+            cost = most * (width // STEP // parts) * step + parts * size * height * 8 // programs
+            used, slots = min(programs, tiles * parts), min(8, (SHARED - sums) // step)
+            if best is None or cost < best[0]:
+                best = cost, Division(size, width, tiles, wide, deep, parts, used, bits, slots)
+    assert best is not None
+    return best[1]
+
+
+class Refs(NamedTuple):
+    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
+
+    Attributes:
+        x, codes, scales, out: the operands and the result.
+        x_tiles, code_tiles: shared memory for steps of x and of codes, of `TILE` columns each.
+        sums: shared memory for sums that another warpgroup adds.
+        decoded: decoded values of each warpgroup, in the interpreter alone.
+        x_copied, codes_copied, consumed: for each slot of a step, a barrier of its copies, and of products.
+        summed, added: barriers of sums that are written, and read.
+        group, program: the number of the warpgroup, and of the program.
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+    out: Any
+    x_tiles: Any
+    code_tiles: Any
+    sums: Any
+    decoded: Any
+    x_copied: Any
+    codes_copied: Any
+    consumed: Any
+    summed: Any
+    added: Any
+    group: Any
+    program: Any
+
+    def place(self, d: Division, number: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Return the tile and the part that the program computes as its `number`-th."""
+        unit = self.program + number * d.programs
+        return lax.div(unit, d.parts), lax.rem(unit, d.parts)
+
+
+def multiply_tiles(x: AnyArray, w: PackedWeight, interpret: Any = None) -> AnyArray:
     """Compute the product of x `[M, K]` with a packed weight `[N, K]`, in float32."""
-    (height, width), rows, (tile_rows, columns) = w.shape, x.shape[0], KERNEL_TILE
-    size = max(16, 1 << (rows - 1).bit_length())  # of a product in a kernel
-    x = jnp.pad(x.astype(w.dtype), ((0, size - rows), (0, 0)))
-    packing, codes, scales = SCHEMES[w.scheme], w.arrays["codes"], w.arrays["scales"]
-    # Bits of float16 are converted in the kernel, which reads half as much.
-    scales = scales.view(jnp.float16) if packing.scale == "f16" else group_scales(w.arrays, w.scheme)["scales"]
-    group = min(packing.block or width, columns)
-    scales = jnp.repeat(scales, width // group // scales.shape[1], axis=1)
-    # Parts of a row that different programs sum, so that a matrix of few rows occupies all of the GPU.
-    tiles, parts = width // columns, max(1, PROGRAMS * tile_rows // height)
-    parts = max(n for n in range(1, min(parts, tiles) + 1) if tiles % n == 0)
+    arrays = w.arrays["codes"], w.arrays["scales"]
+    return run_tiles(SCHEMES[w.scheme], w.logical_dtype, x.astype(w.dtype), *arrays, interpret)
 
-    def kernel(x: Any, codes: Any, scales: Any, out: Any) -> None:
-        n, part = (pl.program_id(axis) for axis in range(2))
-        tile = pl.ds(n * tile_rows, tile_rows)
 
-        def step(i: Any, total: Any) -> Any:
-            first = (part * (tiles // parts) + i) * columns
-            scale = scales[tile, pl.ds(first // group, columns // group)].astype(jnp.float32)
-            values = codes[tile, pl.ds(first, columns)].astype(jnp.float32).reshape(tile_rows, -1, group)
-            values = (scale[:, :, None] * values).reshape(tile_rows, columns).astype(w.logical_dtype).astype(w.dtype)
-            axes = (((1,), (1,)), ((), ()))
-            return total + lax.dot_general(
-                x[:, pl.ds(first, columns)], values, axes, preferred_element_type=jnp.float32
-            )
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))  # equal products of a program are lowered once
+def run_tiles(
+    scheme: Scheme, logical: np.dtype[Any], x: AnyArray, codes: AnyArray, scales: AnyArray, interpret: Any
+) -> AnyArray:
+    """Compute `multiply_tiles` of a weight with these arrays, whose values are rounded to `logical` before."""
+    rows, decoder = len(x), Decoder(scheme, logical, interpret is not None)
+    d = divide(rows, len(codes), x.shape[1], decoder.bits, PROGRAMS if interpret is None else 2)
+    if decoder.interprets:  # the interpreter has no instructions of the device
+        sizes, order = {"u": 2, "v": 2, "h": 2, "q": 8, "e": 2}, {16: "uvhqe", 32: "uhvqe", 64: "huvqe"}[decoder.stride]
+        x = jnp.pad(x, ((0, d.rows - rows), (0, 0))).reshape(d.rows, -1, *(sizes[axis] for axis in order))
+        x = x.transpose(0, 1, *(2 + order.index(axis) for axis in "hquve")).reshape(d.rows, -1)
 
-        out[part, :, tile] = lax.fori_loop(0, tiles // parts, step, jnp.zeros((size, tile_rows), jnp.float32))
+    def body(*refs: Any) -> None:
+        place = lax.axis_index("group"), lax.axis_index("program")
+        run_group(d, decoder, rows, Refs._make((*refs, *place)))
 
-    shape = jax.ShapeDtypeStruct((parts, size, height), jnp.float32)
-    sums = kernel_call(kernel, shape, (height // tile_rows, parts), WARPS, STAGES)(x, codes, scales)
-    return sums.sum(axis=0)[:rows]
+    scratch: list[Any] = [
+        plgpu.SMEM((d.slots, 2, d.rows, TILE), x.dtype, transforms=transforms()),
+        plgpu.SMEM((d.slots, d.code_tiles, d.features, TILE), codes.dtype),
+        plgpu.SMEM((d.features, d.rows if d.deep > 1 else 1), jnp.float32),
+        plgpu.SMEM((d.wide * d.deep, TILE, TILE) if decoder.interprets else (1, 1, 8), x.dtype),
+        plgpu.Barrier(num_arrivals=2 if decoder.interprets else 1, num_barriers=d.slots),
+        plgpu.Barrier(num_arrivals=d.code_tiles, num_barriers=d.slots),
+        plgpu.Barrier(num_arrivals=d.wide * d.deep, num_barriers=d.slots),
+        plgpu.Barrier(num_arrivals=d.wide),
+        plgpu.Barrier(num_arrivals=d.wide),
+    ]
+    run = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((d.parts, d.rows, d.tiles * d.features), jnp.float32), grid=(d.programs,),
+        grid_names=("program",), num_threads=d.wide * d.deep + 1, thread_name="group", scratch_types=scratch,
+        **({"interpret": interpret} if decoder.interprets else {}),
+    )  # fmt: skip
+    return run(x, codes, scales).sum(axis=0)[:rows]
+
+
+def run_group(d: Division, decoder: Decoder, rows: int, refs: Refs) -> None:
+    """Run a warpgroup of a program: the last one copies, the others decode and multiply."""
+    units = d.tiles * d.parts
+    count = lax.div(units - refs.program + d.programs - 1, d.programs)
+    end = count * d.steps
+
+    @pl.when(refs.group == d.wide * d.deep)
+    def _() -> None:
+        plgpu.set_max_registers(COPYING, action="decrease")
+        pl.loop(0, end)(functools.partial(copy_step, d, decoder, rows, refs))
+        for left in range(d.lag, 0, -1) if not decoder.interprets else ():
+            pl.when(end >= left)(functools.partial(announce_x, d, refs, end - left, left - 1))
+        for left in range(d.slots, 0, -1):
+            slot = refs.consumed.at[lax.rem(end + d.slots - left, d.slots)]
+            pl.when(end >= left)(functools.partial(plgpu.barrier_wait, slot))
+
+    @pl.when(refs.group < d.wide * d.deep)
+    def _() -> None:
+        plgpu.set_max_registers(d.registers, action="increase")
+        pl.loop(0, count)(functools.partial(multiply_unit, d, decoder, refs, count))
+
+
+def multiply_unit(d: Division, decoder: Decoder, refs: Refs, count: AnyArray, unit: AnyArray) -> None:
+    """Compute the features and the columns that a warpgroup has of a part of a tile, and write their sums."""
+    (tile, part), feature, half = refs.place(d, unit), lax.rem(refs.group, d.wide), lax.div(refs.group, d.wide)
+    first, own = tile * d.features + feature * TILE, pl.ds(feature * TILE, TILE)
+    pieces = [0, 1] if d.deep == 1 else [half]
+
+    def accumulate(sums: Any) -> AnyArray:
+        def fetch(k: Any) -> list[AnyArray]:
+            column = (part * d.steps + k) * STEP
+            starts = [column + piece * TILE for piece in pieces] if decoder.bits == 8 else [column]
+            return [decoder.fetch(refs.scales, first, start) for start in starts]
+
+        def step(k: AnyArray, scales: list[AnyArray]) -> list[AnyArray]:
+            slot, following = lax.rem(unit * d.steps + k, d.slots), fetch(jnp.minimum(k + 1, d.steps - 1))
+            plgpu.barrier_wait(refs.codes_copied.at[slot])
+            plgpu.barrier_wait(refs.x_copied.at[slot])
+            for piece, scale in zip(pieces, scales if len(scales) == len(pieces) else scales * 2, strict=True):
+                tile_of_codes = piece if decoder.bits == 8 else 0
+                codes = load(refs.code_tiles.at[slot, tile_of_codes, own], code_layout(), optimized=False)
+                values = decoder.decode(codes, scale, jnp.int32(piece), (part * d.steps + k) * STEP)
+                if decoder.interprets:
+                    refs.decoded[refs.group] = values
+                    values = refs.decoded.at[refs.group]
+                plgpu.wgmma(sums, values, refs.x_tiles.at[slot, piece].transpose((1, 0)))
+                if d.rows > TILE or piece is pieces[-1]:  # many sums leave too few registers
+                    plgpu.wgmma_wait(0)  # other warpgroups decode meanwhile
+            plgpu.commit_smem()  # before copies overwrite what was read
+            plgpu.barrier_arrive(refs.consumed.at[slot])
+            return following
+
+        lax.fori_loop(0, d.steps, step, fetch(0))
+        return sums[...]
+
+    total = pl.run_scoped(accumulate, cast(Any, plgpu).ACC((TILE, d.rows), jnp.float32))
+    if d.deep == 1:
+        store(decoder, refs.out.at[part], d.tiles * d.features, first, total)
+        return
+
+    @pl.when(half == 1)
+    def _() -> None:
+        pl.when(unit > 0)(lambda: plgpu.barrier_wait(refs.added))
+        refs.sums[own] = total
+        plgpu.barrier_arrive(refs.summed)
+
+    @pl.when(half == 0)
+    def _() -> None:
+        plgpu.barrier_wait(refs.summed)
+        others = load(refs.sums.at[own], plgpu.Layout.WGMMA, optimized=False)
+        pl.when(unit + 1 < count)(lambda: plgpu.barrier_arrive(refs.added))
+        store(decoder, refs.out.at[part], d.tiles * d.features, first, total + others)
+
+
+def store(decoder: Decoder, out: Any, height: int, first: AnyArray, sums: AnyArray) -> None:
+    """Write sums `[features, rows]` to columns of the result `[rows, features]`."""
+    if decoder.interprets:
+        out[:, pl.ds(first, TILE)] = sums.T
+        return
+
+    def emit(_: Any, out: Any, first: Any, sums: Any) -> None:
+        i64, row = ir.IntegerType.get_signless(64), 4 * height
+        asm = f"""{{
+            .reg .u32 tid, warp, lane;
+            mov.u32 tid, %tid.x; and.b32 lane, tid, 3; mad.wide.u32 $0, lane, {2 * row}, $1;
+            shr.u32 warp, tid, 1; and.b32 warp, warp, 48; shr.u32 lane, tid, 2; and.b32 lane, lane, 7;
+            add.u32 lane, lane, warp; add.u32 lane, lane, $2; mad.wide.u32 $0, lane, 4, $0;
+        }}"""
+        operands = [llvm.ptrtoint(i64, mgpu.utils.memref_ptr(out)), first.registers.flat[0]]
+        base = llvm.inline_asm(i64, operands, asm, "=&l,l,r", has_side_effects=True)
+        for i, pair in enumerate(sums.registers.flat):
+            at = i // 2 * 8 * row + i % 2 * 32
+            asm = f"st.global.f32 [$0 + {at}], $1; st.global.f32 [$0 + {at + row}], $2;"
+            emit_asm(asm, [base, *(vector.extract(pair, [], [j]) for j in range(2))], "l,f,f")
+
+    arg_types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WGMMA
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(out, first, sums)
+
+
+def copy_step(d: Division, decoder: Decoder, rows: int, refs: Refs, step: AnyArray) -> None:
+    """Copy a step to shared memory, once its slot is free."""
+    slot, unit = lax.rem(step, d.slots), lax.div(step, d.steps)
+    tile, part = refs.place(d, unit)
+    features, column = pl.ds(tile * d.features, d.features), (part * d.steps + lax.rem(step, d.steps)) * STEP
+
+    @pl.when(step >= d.slots)
+    def _() -> None:
+        plgpu.barrier_wait(refs.consumed.at[slot])
+
+    for i in range(d.code_tiles):
+        source = refs.codes.at[features, pl.ds(column // 8 * d.bits + i * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(source, refs.code_tiles.at[slot, i], refs.codes_copied.at[slot])
+    if not decoder.interprets:
+        copy_x(d, decoder.stride, rows, refs.x_tiles.at[slot], refs.x, column)
+        pl.when(step >= d.lag)(lambda: announce_x(d, refs, step - d.lag, d.lag))
+    for i in range(2) if decoder.interprets else ():
+        source = refs.x.at[:, pl.ds(column + i * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(source, refs.x_tiles.at[slot, i], refs.x_copied.at[slot])
+
+
+def announce_x(d: Division, refs: Refs, step: AnyArray, begun: int) -> None:
+    """Wait until the rows of x of a step have been copied, after which `begun` were begun, and say so."""
+    wait_for_rows(begun)
+    plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step, d.slots)])
+
+
+def copy_x(d: Division, stride: int, rows: int, target: Any, x: Any, column: AnyArray) -> None:
+    """Begin to copy the columns of a step to shared memory, in the layout of `transforms`.
+
+    Lanes copy a pair of each half: lane 16 u + 8 v + q the columns a u + b v + 2 q, with a and b by the stride, to the
+    place 4 q + 2 u + v. Rows after the last one repeat it.
+    """
+    arg_types = plgpu.RefType(transforms()), plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    apart = {16: (64, 32), 32: (64, 16), 64: (32, 16)}[stride]
+
+    def emit(_: Any, target: Any, x: Any, column: Any) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        asm = f"""{{
+            .reg .u32 lane, row, q, t, to<2>; .reg .u64 from, first;
+            mov.u32 lane, %tid.x; shr.u32 row, lane, 5; and.b32 row, row, 3; and.b32 q, lane, 7;
+            shr.u32 t, lane, 1; and.b32 t, t, 12; xor.b32 to0, q, row; shl.b32 to0, to0, 4; add.u32 to0, to0, t;
+            shl.b32 t, row, 7; add.u32 to0, to0, t; add.u32 to0, to0, $0; xor.b32 to1, to0, 64;
+            bfe.u32 t, lane, 4, 1; shl.b32 q, q, 1; mad.lo.u32 q, t, {apart[0]}, q;
+            bfe.u32 t, lane, 3, 1; mad.lo.u32 q, t, {apart[1]}, q; add.u32 q, q, $2; mad.wide.u32 first, q, 2, $1;"""
+        for i in range(d.rows // 4):
+            asm += f"add.u32 q, row, {4 * i}; min.u32 q, q, {rows - 1}; mad.wide.u32 from, q, {2 * d.width}, first;"
+            for half in range(2):
+                to, source = (half * d.rows + 4 * i) * 2 * TILE, half * 2 * stride
+                asm += f"cp.async.ca.shared.global [to{i % 2} + {to}], [from + {source}], 4;"
+        operands = [llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)), llvm.ptrtoint(i64, mgpu.utils.memref_ptr(x))]
+        emit_asm(asm + "cp.async.commit_group; }", [*operands, column.registers.flat[0]], "r,l,r")
+
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(target, x, column)
 
 
 @with_reference(functools.partial(dequant_matmul, "cuda"))
