@@ -94,14 +94,14 @@ GPU_LAYERS, MOE_LAYERS = 4, 2
 
 FIGURES = {
     ("llama", 1, 256): 0.797, ("llama", 8, 256): 0.902, ("llama", 64, 256): 1.274, ("qwen3", 1, 256): 0.737,
-    ("qwen3", 64, 256): 1.669, ("gemma3_text", 1, 256): 1.052, ("qwen3_moe", 1, 256): 0.506,
+    ("qwen3", 64, 256): 1.669, ("gemma3_text", 1, 256): 0.902, ("qwen3_moe", 1, 256): 0.506,
     ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934,
     ("qwen3_5_text", 1, 256): 0.933, ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125,
-    ("135m", 1, 256): 0.467, ("8b", 64, 256): 5.41,
+    ("135m", 1, 256): 0.445, ("8b", 64, 256): 5.41,
 }  # fmt: skip
 PROMPT_FIGURES = {
-    ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 58.5, ("qwen3_moe", 8, 2048): 34.8,
-    ("qwen3_5_text", 1, 4096): 17.8, ("qwen3_5_text", 8, 4096): 115.0, ("8b", 8, 2048): 352.0,
+    ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 55.5, ("qwen3_moe", 8, 2048): 29.25,
+    ("qwen3_5_text", 1, 4096): 14.3, ("qwen3_5_text", 8, 4096): 77.6, ("8b", 8, 2048): 352.0,
 }  # fmt: skip
 """Milliseconds of a step and of a prompt in bf16 on one H200, from benchmarks/README.md; of one row with
 the package's kernels (jax 0.11), from docs/performance.md."""

@@ -113,6 +113,13 @@ def test_times_of_an_h200() -> None:
     assert "; the host meanwhile 1.38);" in " ".join(str(short).split())
     prompts = rlx.plan(recipe, device="h200", batch=8, context=2048, profile=profile)
     assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
+    hybrid = {"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+    rules = {f"linear_{name}": 16 for name in ("num_key_heads", "num_value_heads")} | {"linear_conv_kernel_dim": 4}
+    rules |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 8192}
+    recipe = rlx.Qwen35Flow.for_prefill(CONFIG | hybrid | heads | rules | {"model_type": "qwen3_5_text"})
+    prompts = rlx.plan(recipe, device="h200", batch=8, context=4096, profile=profile)
+    assert prompts.ms_prefill == pytest.approx(77.6 if has_mosaic() else 140.9, rel=0.2)
 
 
 def test_a_part_of_a_program_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

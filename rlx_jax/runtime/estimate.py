@@ -18,6 +18,7 @@ from rlx_jax.inspection.plan_record import ProgramEstimate
 from rlx_jax.inspection.rates import KernelKind, Rates
 from rlx_jax.inspection.work import program_bytes, saved_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
+from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
@@ -153,10 +154,14 @@ OpTimes = tuple[float, float, float, float]
 def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iterator[tuple[OpCost, int, int, OpTimes]]:
     """Yield each op of a program with the FLOPs and bytes of one run of it on one device, and its seconds by part."""
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, GROUPS)}
+    deltas = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, DeltaGroup)}
     for entry in op_costs(lir.graph):
         is_grouped, op = id(entry.graph) in groups, entry.node.op
         flops, nbytes, parts = _op_seconds(entry, lir, sharding, rates, is_grouped)
-        if is_grouped and isinstance(op, Mir) and kernel_kind(op) == "reduction":
+        kind = kernel_kind(op) if isinstance(op, Mir) else None
+        if id(entry.graph) in deltas and kind != "recurrence":
+            parts = (0.0, 0.0, 0.0, parts[3])  # in registers of the rule's kernels
+        elif is_grouped and kind == "reduction":
             parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
         yield entry, flops, nbytes, parts
 
