@@ -2,7 +2,7 @@
 
     python benchmarks/presets.py                 every family, f32 on the CPU, bf16 on a GPU
     python benchmarks/presets.py gemma qwen3     these
-    python benchmarks/presets.py wide bert       Llama 1B's widths in two layers, BERT-base's shape
+    python benchmarks/presets.py wide bert       the widths of Llama 1B in two layers, of BERT-base in four
 
 One model of each family, with the proportions of its published ones. All variants of a model run in turn, through
 `lm.generate`, `lm.prefill`, `lm.score`, `rlx.compile` and `encoder.embed`; ratios are to the default. On a CPU, which
@@ -67,7 +67,7 @@ WIDE: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2,
     "num_attention_heads": 32, "hidden_act": "silu", "num_key_value_heads": 8,
 }  # fmt: skip
-BERT = {"vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+BERT = {"vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
 BERT |= {"intermediate_size": 3072, "max_position_embeddings": 512}
 FAMILIES |= {
     "wide": (llama.LlamaConfig.from_hf(DECODER | WIDE), llama.Llama32Flow, llama.weight_specs),
