@@ -117,8 +117,8 @@ def test_times_of_an_h200() -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
     rules = {f"linear_{name}": 16 for name in ("num_key_heads", "num_value_heads")} | {"linear_conv_kernel_dim": 4}
     rules |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 8192}
-    recipe = rlx.Qwen35Flow.for_prefill(CONFIG | hybrid | heads | rules | {"model_type": "qwen3_5_text"})
-    prompts = rlx.plan(recipe, device="h200", batch=8, context=4096, profile=profile)
+    deltas = rlx.Qwen35Flow.for_prefill(CONFIG | hybrid | heads | rules | {"model_type": "qwen3_5_text"})
+    prompts = rlx.plan(deltas, device="h200", batch=8, context=4096, profile=profile)
     assert prompts.ms_prefill == pytest.approx(77.6 if has_mosaic() else 140.9, rel=0.2)
 
 
