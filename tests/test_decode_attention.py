@@ -175,6 +175,7 @@ CASES: dict[str, Case] = {
     "rings": Case(keys=80, batch=3, ring=True, window=50, sinks=True, softcap=3.0),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
     "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(2, 1, keys=2112, sinks=True),
+    "long rows": Case(8, 2, keys=2112, batch=2),
     "ring without a new token": Case(keys=64, ring=True, window=50),
 }  # fmt: skip
 
@@ -228,6 +229,7 @@ PUBLISHED = {
     "Gemma 3 1B": Case(4, 1, 256, 512, ring=True, window=512, norm=True, n_rot=256),
     "135M, a long cache": Case(9, 3, 64, 4000), "8 rows of Llama 1B": Case(32, 8, 64, 1152, batch=8),
     "Llama 1B, a long cache": Case(32, 8, 64, 9216),
+    "8 rows of Llama 1B, a long cache": Case(32, 8, 64, 9216, batch=8),
 }  # fmt: skip
 
 

@@ -10,11 +10,12 @@ sums. A program with no key to read ends at once, so the time follows the tokens
 
 Measured on one H200, bf16, 32 query heads and 8 key heads of width 64, µs: 3.9 with an empty cache, 4.6 after 128
 tokens, 8.4 after 1,000, when warps shared all sums of a block in memory; sums in registers take off about 0.7. By tiles
-8.6 after 8,000 (18.5 without) with 2.5 to combine, and 6.2 for 8 rows after 400 tokens (8.3 without). With two blocks
-read ahead in place of one, registers did not suffice: 10.6 and 7.5. The kernels of XLA and cuDNN take 10 together for
-one row after 400. Of 4 query heads of width 256 after 400 tokens: 14.1 by one program a head, 8.3 by 8. In the loop of
-a step, of a cache of 2,400 slots after 2,000 tokens, without tiles, by query heads of a program and programs of a head:
-21.2 by 2 and 16, which are two rounds of programs, 14.5 by 2 and 8, 12.7 by 1 and 4.
+8.6 after 8,000 (18.5 without) with 2.5 to combine, and 6.2 for 8 rows after 400 tokens (8.3 without), 34.7 after
+8,100, as fast as weights are read; XLA's form takes about 40. With two blocks read ahead in place of one, registers did
+not suffice: 10.6, 7.5 and 45.4. The kernels of XLA and cuDNN take 10 together for one row after 400. Of 4 query heads
+of width 256 after 400 tokens: 14.1 by one program a head, 8.3 by 8. In the loop of a step, of a cache of 2,400 slots
+after 2,000 tokens, without tiles, by query heads of a program and programs of a head: 21.2 by 2 and 16, which are two
+rounds of programs, 14.5 by 2 and 8, 12.7 by 1 and 4.
 """
 
 from __future__ import annotations
