@@ -1,7 +1,7 @@
 """The pass `group_deltas`: it joins the gated delta rule of a prompt, and the convolution before it, to a `DeltaGroup`.
 
-The group's kernels (`kernels.py`) read what the projection computed. Otherwise XLA computes the convolution in one
-kernel, and q, k and v in one each, which read and write all tokens once more.
+The group's kernels (`row_kernels.py`, `delta_chunks.py`) read what the projection computed. Otherwise XLA computes the
+convolution in one kernel, and q, k and v in one each, which read and write all tokens once more.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -236,22 +233,17 @@ def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
     return runs[type(op)](op, *arrays)
 
 
-# Imported only when a kernel runs, as it imports Pallas.
-_delta_chunks = LazyModule("rlx_jax.lowering.lir.delta_chunks")
-_packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
-_row_kernels = LazyModule("rlx_jax.lowering.lir.row_kernels")
-
-# The kernels in Triton's dialect, with their modules.
-TRITON_KERNELS: dict[str, LazyModule] = {}
-# The kernels in Mosaic GPU, for one op and for groups.
-MOSAIC_OPS = {
-    **dict.fromkeys(("one_pass", "selected"), _row_kernels),
-    **dict.fromkeys(("states_in_one", "convolved_states"), _delta_chunks),
-    "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
-    "packed_tiles": _packed_tiles,
-}
-MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
-KERNELS = (*TRITON_KERNELS, *MOSAIC_OPS, *MOSAIC_KERNELS)
+# The modules of the kernels of one op, imported only when one runs, as they import Pallas; then the kernels of groups.
+KERNEL_MODULES = {
+    name: LazyModule(f"rlx_jax.lowering.lir.{module}")
+    for module, names in {
+        "row_kernels": ("one_pass", "selected"), "delta_chunks": ("states_in_one", "convolved_states"),
+        "expert_products": ("grouped",), "packed_tiles": ("packed_tiles",),
+    }.items()
+    for name in names
+}  # fmt: skip
+GROUP_KERNELS = ("matvec", "decode_attention", "streamed")
+KERNELS = (*KERNEL_MODULES, *GROUP_KERNELS)
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -264,13 +256,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{
         name: lambda *arrays, name=name, module=module: getattr(module, name)(*arrays)
-        for name, module in (TRITON_KERNELS | MOSAIC_OPS).items()
+        for name, module in KERNEL_MODULES.items()
     },
-    **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
+    **dict.fromkeys(GROUP_KERNELS, group_kernel),
 }
-
-# Lock for changing the filters of warnings, which are global to the process.
-WARNING_FILTERS_LOCK = threading.Lock()
 
 
 def has_kernels(device: Device) -> bool:
@@ -282,21 +271,6 @@ def has_kernels(device: Device) -> bool:
 def has_mosaic() -> bool:
     """Return whether this JAX has Pallas' Mosaic GPU backend with the operations that kernels need: from 0.11 on."""
     return tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
-
-
-@contextlib.contextmanager
-def without_triton_warning(choices: Mapping[Call, Choice]) -> Iterator[None]:
-    """Suppress JAX's deprecation warning about Triton while a program is lowered; users cannot act on it.
-
-    Args:
-        choices: the program's choices; without custom kernels among them nothing is suppressed.
-    """
-    if not any(choice.implementation in TRITON_KERNELS for choice in choices.values()):
-        yield
-        return
-    with WARNING_FILTERS_LOCK, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-        yield
 
 
 def choose_implementations(

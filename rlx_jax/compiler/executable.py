@@ -20,7 +20,6 @@ from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.outline import Cost, cost
 from rlx_jax.lowering.lir.donation import DonationProof, measure_donation
-from rlx_jax.lowering.lir.implementations import without_triton_warning
 from rlx_jax.lowering.lir.plan import Lir
 
 # Types of arrays in host memory.
@@ -263,8 +262,7 @@ def trace_program(
 
     @functools.cache
     def lower() -> jax.stages.Lowered:
-        with without_triton_warning(lir.plan.choices):
-            return jitted.lower(*types)
+        return jitted.lower(*types)
 
     compile_lir = partial(compile_or_load, lir, name, arguments, (options, placements), key)
     load = trace_or_load(lower, key, compile_lir, None if key is None or take is None else take(key))
