@@ -25,6 +25,7 @@ from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, check_names, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
+from rlx_jax.io.garbage import paused_gc
 from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import Origin
@@ -86,6 +87,7 @@ class ModelFlow(Stages):
     _other_parts: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
     _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields to ignore, as requested
     _make_mtp: MtpFactory | None = field(default=None, repr=False, compare=False)
+    _checked: BuiltModel | None = field(default=None, init=False, repr=False, compare=False)  # see `_check_weights`
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -324,12 +326,29 @@ class ModelFlow(Stages):
         if not self._inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
         source = self._weights if weights is None else open_weights(weights)
+        if self._checked is not None and source is self._weights and not given and captured is None:
+            return self._checked
         if source is not None and self._adapt_weights is not None:
             source = self._adapt_weights(source)
         source = combine_sources(source, self._added_weights)
-        types = TypeCache()
-        emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
-        emit.parameters.initializes_missing = self._missing == "init"
+        parameters = Parameters(source, self._declared)
+        parameters.initializes_missing = self._missing == "init"
+        return self._build(parameters, given, captured)
+
+    def _check_weights(self, parameters: Parameters) -> None:
+        """Build the flow with `parameters` that check its weights. `build` returns the result unless its arguments or
+        the flow change."""
+        built = self._build(parameters)
+        if not built.missing_keys:
+            object.__setattr__(self, "_checked", built)
+
+    @paused_gc()
+    def _build(
+        self, parameters: Parameters, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> BuiltModel:
+        """Return the HIR of the forward program over the weights of `parameters`; other arguments as in `build`."""
+        source, types = parameters.source, TypeCache()
+        emit = Emit(Builder(self.name, types), parameters, captured, self._binding, self.profile)
         emit.expands_composites = self._outputs.taps_caches or bool(self._block_edits)
         emit.state.program = self._program
         if self._block_edits:  # edits need marked block boundaries; other flows keep the graph free of marks
@@ -462,13 +481,6 @@ class ModelFlow(Stages):
             return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def read_weights(flow: ModelFlow, parameters: Parameters) -> None:
-    """Run the stages of a flow only to record in `parameters` which weights they read; discard the graph."""
-    emit = Emit(Builder(flow.name, TypeCache()), None, None, flow._binding)
-    emit.parameters = parameters
-    flow._run_stages(emit)
-
-
 def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the declared shape of every weight that the stages of a flow read, by checkpoint key. They run without a
     weight source.
@@ -477,7 +489,7 @@ def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.S
         MissingWeightError: a stage declares no size for an axis, and no `flow.param` does.
     """
     parameters = Parameters(None, flow._declared)
-    read_weights(flow, parameters)
+    flow._run_stages(Emit(Builder(flow.name, TypeCache()), parameters, None, flow._binding))
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in parameters.declared_shapes().items()}
 
 

@@ -153,6 +153,11 @@ class Checkpoint:
         """The image processor; None if there is none. Errors as `load_processor`."""
         return load_processor(self.folder, self.pretrained.processor_prefix)
 
+    def flow(self, recipe: Any) -> ModelFlow:
+        """Return the flow of a recipe; for the checkpoint's own, the one with checked weights."""
+        checked = self.pretrained.checked
+        return checked[1] if checked is not None and checked[0] is recipe else ModelFlow.from_recipe(recipe)
+
     def bind(self, recipe: Any) -> Any:
         """Return a recipe bound to the weights of this checkpoint, which must have the same config.
 
@@ -248,7 +253,7 @@ def from_pretrained(
         path, "from_pretrained", options, revision=revision, token=token, subfolder=subfolder, file=file,
         ignore_fields=ignore_fields, use_modules=False, head=head,
     )  # fmt: skip
-    return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
+    return checkpoint.flow(checkpoint.pretrained.recipe)
 
 
 def recipe_for(

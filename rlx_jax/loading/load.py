@@ -28,7 +28,7 @@ from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
-from rlx_jax.flow import ModelFlow, ModelRecipe
+from rlx_jax.flow import ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.loading.artifact import is_artifact, load_artifact
@@ -81,7 +81,7 @@ def load_checkpoint(
         raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
     compile_opts = checkpoint.options
     if dtype is not None:
-        base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
+        base = checkpoint.flow(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     if isinstance(loaded_model, CausalLM) and prefix_cache is not None:
@@ -177,7 +177,7 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
             where = f"{quote(folder.path)}: {field}"
             raise ConfigError(f"{where} is {list(ids)}; expected ids in [0, {pretrained.vocab_size})")
     return CausalLM(
-        ModelFlow.from_recipe(recipe), tokenizer=tokenizer, eos_ids=eos, bos_id=bos,
+        checkpoint.flow(recipe), tokenizer=tokenizer, eos_ids=eos, bos_id=bos,
         max_positions=pretrained.max_positions, **options.compile_options(),
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
     """
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
     encoder = Encoder(
-        ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
+        checkpoint.flow(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compile_options(),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def open_head(
     """Return a recipe with a head as the class of its task, with the tokenizer of the checkpoint."""
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
     return kind(
-        ModelFlow.from_recipe(recipe), head=recipe.head, tokenizer=tokenizer,
+        checkpoint.flow(recipe), head=recipe.head, tokenizer=tokenizer,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         max_seq_length=max_seq_length, **options.compile_options(),
     )  # fmt: skip
@@ -234,12 +234,12 @@ def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -
 
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:
     """Return a recipe as a `VisionEncoder`, with the image processor of the checkpoint."""
-    return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compile_options())
+    return VisionEncoder(checkpoint.flow(recipe), processor=checkpoint.processor, **options.compile_options())
 
 
 def open_image_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> ImageClassifier:
     """Return a recipe with a head as an `ImageClassifier`, with the image processor of the checkpoint."""
-    flow = ModelFlow.from_recipe(recipe)
+    flow = checkpoint.flow(recipe)
     return ImageClassifier(flow, head=recipe.head, processor=checkpoint.processor, **options.compile_options())
 
 

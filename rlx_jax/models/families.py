@@ -16,7 +16,7 @@ import rlx_jax.models as models
 from rlx_jax import plugins
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, RlxError, UnsupportedError, WeightError, did_you_mean, listing, quote, shown
-from rlx_jax.flow import ModelRecipe
+from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.fields import NULLABLE
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import (
@@ -140,6 +140,7 @@ class Pretrained:
             model reads no images.
         head_keys: keys of a task's head in the checkpoint, which the recipe does not read.
         ignored_fields: fields of the config that the caller ignored.
+        checked: the recipe with checked weights, and its flow, which keeps its graph.
     """
 
     recipe: ModelRecipe
@@ -149,6 +150,7 @@ class Pretrained:
     processor_prefix: str = ""
     head_keys: tuple[str, ...] = ()
     ignored_fields: tuple[str, ...] = ()
+    checked: tuple[ModelRecipe, ModelFlow] | None = None
 
 
 Opener = Callable[..., Pretrained]
@@ -276,9 +278,11 @@ class Family:
 def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, processor_prefix: str = "") -> Pretrained:
     """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
     recipe = recipe.adapt_to(source)
-    bound_recipe = replace(recipe, weights=check_recipe_weights(recipe, recipe.adapt_weights(source)))
-    head_keys = recipe.task_head_keys(source)
-    return Pretrained(bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, head_keys)
+    bound_recipe = replace(recipe, weights=recipe.adapt_weights(source))
+    return Pretrained(
+        bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, recipe.task_head_keys(source),
+        checked=(bound_recipe, check_recipe_weights(bound_recipe.assemble(), recipe)),
+    )  # fmt: skip
 
 
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")

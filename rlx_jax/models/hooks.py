@@ -22,7 +22,7 @@ from rlx_jax.blocks import BlockStage, Repeat
 from rlx_jax.blocks.control import check_stages
 from rlx_jax.dataclasses import dataclass, field, fields, replace
 from rlx_jax.errors import ConfigError, GraphError, MissingWeightError, WeightError, WeightShapeError, listing, shown
-from rlx_jax.flow import ModelFlow, ModelRecipe, declared_shapes, read_weights
+from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import ModelConfig, TokenConfig
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.trace.block_selection import BlockPattern
@@ -319,21 +319,21 @@ class Recipe(HookMethods, Generic[C]):
 MAX_MISSING = 300
 
 
-def check_recipe_weights(recipe: ModelRecipe, source: WeightSource) -> WeightSource:
-    """Return the source, after checking that it has every weight that a recipe reads, as a float of the right shape.
+def check_recipe_weights(flow: ModelFlow, recipe: Any) -> ModelFlow:
+    """Return the flow of a recipe after checking that its source has every weight, as a float of the right shape.
 
     A source that is marked as allowed to miss weights (`missing="init"`) is checked for the weights that it has.
-    `recipe` is not bound to weights.
 
     Raises:
         MissingWeightError: lists what is missing, and similar names.
         WeightShapeError, WeightError: block path, key, file, expected, got.
     """
-    check = _WeightCheck(source, recipe)
-    read_weights(recipe.assemble(), check)
+    assert flow._weights is not None
+    check = _WeightCheck(flow._weights, recipe)
+    flow._check_weights(check)
     if check.missing_paths:
         check.refuse()
-    return source
+    return flow
 
 
 class _WeightCheck(Parameters):

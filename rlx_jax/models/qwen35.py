@@ -144,7 +144,7 @@ class Qwen35MtpFlow:
         c, spec = self.config, self.config.layer_spec(0)
         tied = c.tie_word_embeddings
         head = blocks.LmHead.tied if tied else partial(blocks.LmHead.separate, HEAD)
-        return (
+        flow = (
             ModelFlow(self.name)
             .with_weights(self.weights, leave=("model.", HEAD, "mtp."))
             .input("input_ids", ("batch", "seq"), dtype="int32")
@@ -162,6 +162,7 @@ class Qwen35MtpFlow:
             .stage(head(c.vocab_size, c.hidden_size))
             .outputs(["logits", "hidden"])
         )
+        return flow if self.weights is None else check_recipe_weights(flow, self)
 
     def _check(self) -> None:
         """Check that the config and the weights have the supported module."""
@@ -176,11 +177,8 @@ class Qwen35MtpFlow:
                 "config.json: mtp_use_dedicated_embeddings is true, and the keys of a draft module's own embedding are "
                 f"not known: {advice}"
             )
-        if self.weights is None:
-            return
-        if not any(key.startswith("mtp.") for key in self.weights.keys()):
+        if self.weights is not None and not any(key.startswith("mtp.") for key in self.weights.keys()):
             raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no draft module: {advice}")
-        check_recipe_weights(replace(self, weights=None), self.weights)
 
 
 def _attention_layers(c: Fields, layers: int) -> tuple[bool, ...]:

@@ -28,7 +28,6 @@ from rlx_jax.compiler.settings import (
 from rlx_jax.device import check_total_memory, out_of_memory
 from rlx_jax.errors import listing, quote, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.io.garbage import paused_gc
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.param import Quantized, packed_parameter
@@ -149,8 +148,7 @@ def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Builds:
     one_source = sources[0] is not None and all(source is sources[0] for source in sources)
     for name, flow in flows.items():
         start = time.perf_counter()
-        with paused_gc():
-            built = flow.build(weights)
+        built = flow.build(weights)
         builds[name] = built, time.perf_counter() - start
         weights = built.source if weights is not None or one_source else None
     return builds

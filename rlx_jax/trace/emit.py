@@ -28,7 +28,7 @@ from rlx_jax.trace.compat import SpecBuilders
 from rlx_jax.trace.flow_value import FlowState as FlowState
 from rlx_jax.trace.flow_value import FlowValue as FlowValue
 from rlx_jax.trace.flow_value import GdnInputSlots
-from rlx_jax.trace.parameters import AxisSizes, Parameters, WeightDecl, WeightKey, WeightPart, WeightStack
+from rlx_jax.trace.parameters import AxisSizes, Parameters, WeightKey, WeightPart, WeightStack
 
 
 def as_number_array(data: Any, where: str) -> np.ndarray[Any, Any]:
@@ -58,7 +58,6 @@ class Emit(SpecBuilders[FlowValue]):
 
     Args:
         binding: the sizes of symbolic dimensions that the flow is bound to.
-        declared: the declarations of `flow.param`.
         profile: the CompileProfile of `flow.with_profile`, or None. The profile of a call of `compile` is not known
             while the stages run.
     """
@@ -66,14 +65,14 @@ class Emit(SpecBuilders[FlowValue]):
     level = GraphStage.HIR
 
     def __init__(
-        self, builder: Builder, source: WeightSource | None, captured: CapturedArrays | None = None,
-        binding: Mapping[str, int] | None = None, declared: Sequence[WeightDecl] = (), profile: Any = None,
+        self, builder: Builder, parameters: Parameters, captured: CapturedArrays | None, binding: Mapping[str, int],
+        profile: Any = None,
     ) -> None:  # fmt: skip
         self.builder = builder
         self.profile = profile
         self.captured = CapturedArrays() if captured is None else captured
-        self.parameters = Parameters(source, declared)
-        self.binding = dict(binding or {})
+        self.parameters = parameters
+        self.binding = dict(binding)
         self.state = FlowState()
         self.in_repeat = False
         self.expands_composites = False  # composite blocks are expanded into their smaller blocks
