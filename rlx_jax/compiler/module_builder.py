@@ -6,7 +6,7 @@ It declares inputs and parameters, checks which module values belong to, and fin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rlx_jax.errors import GraphError, quote, shown
@@ -121,7 +121,7 @@ class ModuleBuilder(SpecBuilders[Value]):
 
     def wrap(self, value: Value) -> Value:
         """Return a value of the builder with its owner, so that another module refuses it."""
-        return replace(value, owner=self.builder)
+        return Value(value.node, value.index, self.builder)
 
     @property
     def level(self) -> GraphStage:

@@ -163,7 +163,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     def wrap(self, value: Value) -> FlowValue:
         """Return a graph value as a FlowValue, which has operators."""
-        return FlowValue(self, replace(value, owner=self.builder))
+        return FlowValue(self, Value(value.node, value.index, self.builder))
 
     def unwrap(self, value: FlowValue) -> Value:
         """Return the graph value of a FlowValue, after checking that it belongs to this flow."""
@@ -252,14 +252,16 @@ class Emit(SpecBuilders[FlowValue]):
             WeightShapeError: the source has another shape. WeightError: the weight is complex.
             UnsupportedError: the weight is packed in a scheme that cannot be decoded.
         """
+        parameters, path = self.parameters, self.path
         if isinstance(key, WeightStack):
-            program = self.parameters.stack_program(key, shape, roles, self.path)
+            program = parameters.stack_program(key, shape, roles, path)
         else:
-            program = self.parameters.weight_program(key, shape, self.path)
+            program = parameters.weight_program(key, shape, path)
             if roles is not None:
                 (stored,) = stored_keys(program)  # a part of several has the roles of all
-                self.parameters.record_roles(stored.key, roles, stored.type, self.path)
-        self.parameters.record_init(key, init, self.path)
+                parameters.record_roles(stored.key, roles, stored.type, path)
+        if init is not None or parameters.declared:
+            parameters.record_init(key, init, path)
         return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
     def record_roles(self, weight: FlowValue, roles: Sequence[Role]) -> None:
