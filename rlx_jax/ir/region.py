@@ -33,7 +33,7 @@ def rewrite(
     graph: Graph, enter: Callable[[Graph], Rewrite], types: TypeCache, by: str = "",
     input_types: tuple[TensorType, ...] = (),
 ) -> Graph:  # fmt: skip
-    """Return `graph` rebuilt node by node, regions first.
+    """Return `graph` rebuilt node by node, regions first; `graph` itself if nothing changed.
 
     All types are inferred again, so that a new type of a leaf propagates through the program.
 
@@ -56,7 +56,8 @@ def rewrite(
         # If an operand was dropped, `fn` drops this node too.
         if op.regions() and len(inputs) == len(node.inputs):
             operand_types = tuple(b.type(v) for v in inputs)
-            op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
+            regions = tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions())
+            op = op if regions == op.regions() else op.with_regions(regions)
         start = len(b.nodes)
         with b.origin_scope(node.origin), locate_errors(node.origin):
             results = fn(b, number, node if op is node.op else replace(node, op=op), inputs)
@@ -67,7 +68,9 @@ def rewrite(
             raise GraphError(f"{by or 'rewrite'}: {node.op.text()} has {len(node.types)} results, got {len(results)}")
         value_map.update({Value(number, i): v for i, v in enumerate(results)})
     b.writes.extend((leaf, value_map[v]) for leaf, v in graph.writes)
-    return b.finish([value_map[v] for v in graph.outputs], graph.output_names)
+    new = b.finish([value_map[v] for v in graph.outputs], graph.output_names)
+    is_same = new.nodes == graph.nodes and new.outputs == graph.outputs and new.writes == graph.writes
+    return graph if is_same else new
 
 
 def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:
