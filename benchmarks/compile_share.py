@@ -48,7 +48,7 @@ def measure_compile(layers: int, roll: str) -> dict[str, float]:
     built = Llama32Flow(config).assemble().build(specs)
     lap("build")
     settings = choose_settings(built, profile, merge=False, program="forward")
-    make_lir(make_template(built, 0.0, settings, "forward"), dict(KEY.binding), settings)
+    make_lir(make_template(built, settings, "forward"), dict(KEY.binding), settings)
     lap("passes")
     model = rlx.compile(built, profile=profile)
     function = model.programs.function(KEY).run

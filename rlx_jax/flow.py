@@ -9,6 +9,7 @@ import html
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -347,7 +348,7 @@ class ModelFlow(Stages):
         self, parameters: Parameters, given: Iterable[str] = (), captured: CapturedArrays | None = None
     ) -> BuiltModel:
         """Return the HIR of the forward program over the weights of `parameters`; other arguments as in `build`."""
-        source, types = parameters.source, TypeCache()
+        start, source, types = time.perf_counter(), parameters.source, TypeCache()
         emit = Emit(Builder(self.name, types), parameters, captured, self._binding, self.profile)
         emit.expands_composites = self._outputs.taps_caches or bool(self._block_edits)
         emit.state.program = self._program
@@ -377,6 +378,7 @@ class ModelFlow(Stages):
             self._binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, missing_keys=tuple(emit.parameters.fresh),
             contracts=tuple(emit.state.contracts), max_positions=self._max_positions, captures=captured_blocks,
+            seconds=time.perf_counter() - start,
         )  # fmt: skip
 
     def _run_stages(self, emit: Emit, given: Iterable[str] = ()) -> FlowValue:
@@ -460,7 +462,7 @@ class ModelFlow(Stages):
         """
         built = self.build()
         settings = choose_settings(built, None, merge=False, program="forward")
-        return make_template(built, 0.0, settings, self._program).outline(self._binding)
+        return make_template(built, settings, self._program).outline(self._binding)
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{i.name} {i.type}" for i in self._inputs)

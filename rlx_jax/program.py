@@ -89,6 +89,7 @@ class Built:
         missing_keys: keys of weights that no source has.
         max_positions: the longest sequence that the flow declares, in tokens.
         captures: the side outputs that edits by path added.
+        seconds: how long the build took.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Built:
     missing_keys: tuple[str, ...] = ()
     max_positions: int | None = None
     captures: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, repr=False, compare=False)
 
     # -- as a flow ---------------------------------------------------------------------------
 

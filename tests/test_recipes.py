@@ -11,6 +11,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.blocks import BlockStage, LlamaDecoderSpec
+from rlx_jax.lowering.mir.small import cse
 from rlx_jax.models import gemma, llama
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
@@ -192,6 +193,17 @@ def test_a_recipe_is_a_value_whose_flow_reads_its_weights(kind: str) -> None:
     assert pickle.loads(pickle.dumps(recipe)) == recipe == replace(recipe) != replace(recipe, batch=3)
     assert type(recipe.config) is recipe.config_type and recipe == type(recipe).for_prefill(recipe.config)
     assert set(recipe.assemble().build().keys_read) == set(recipe.shapes()) == set(weight_specs(recipe.config))
+
+
+def test_a_checked_flow_keeps_its_graph() -> None:
+    """`build` returns what the check of its weights built, until the flow or an argument changes."""
+    flow = rlx.from_pretrained(SINGLE)
+    built = flow.build()
+    assert flow.build() is built and built.seconds > 0
+    edited = flow.at("layers.0").scale(by=2).build()
+    assert edited is not built and len([*edited.hir.walk()]) > len([*built.hir.walk()])
+    assert flow.build(rlx.open_weights(SINGLE)).source is not built.source
+    assert cse(cse(built.hir, built.types), built.types) is cse(built.hir, built.types) is built.hir  # as one graph
 
 
 def test_names_of_the_specification() -> None:

@@ -142,7 +142,7 @@ class CompilePipeline:
         """
         built = replace(module.build(), hir=_mir(module))
         settings = replace(lowering_settings(target=self.target), plan=self._settings(module).plan)
-        return CompileResult.of(make_template(built, 0.0, settings, "forward"), settings).lir
+        return CompileResult.of(make_template(built, settings, "forward"), settings).lir
 
     def specialize_lir(self, result: CompileResult, binding: Mapping[str, int]) -> Lir:
         """Return the planned program with a size for each symbol; raises as `CompileResult.specialize`."""
@@ -171,7 +171,7 @@ class CompilePipeline:
             result = CompileResult.planned(lir)
         else:
             settings = self._settings(module)
-            result = CompileResult.of(make_template(module.build(), 0.0, settings, "forward"), settings)
+            result = CompileResult.of(make_template(module.build(), settings, "forward"), settings)
         self._check_ops(result.lir.graph)
         return result
 

@@ -197,14 +197,13 @@ def derived_program(built: Built, program: str) -> str:
 
 
 def make_template(
-    built: Built, build_s: float, settings: Settings, program: str, last_only: bool = False,
+    built: Built, settings: Settings, program: str, last_only: bool = False,
     optional_inputs: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None,
 ) -> Template:  # fmt: skip
     """Lower a built flow to the template of a program, HIR → MIR, by the table of passes.
 
     Args:
         built: the built flow.
-        build_s: the seconds that the build took, for the report.
         settings: the resolved profile.
         program: the program to derive.
         last_only: compute the outputs for each row's last token only.
@@ -229,7 +228,7 @@ def make_template(
             f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion
         )
     report_fusion(f"{built.name} {program}", fusion)
-    seconds = {"build": build_s, **result.seconds}
+    seconds = {"build": built.seconds, **result.seconds}
     read_graph = remove_unread_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
     # The limits of the flow assume one sequence per row that starts at position 0; these programs differ.
@@ -284,7 +283,7 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
     """Return the planned forward program of a built flow for one choice of sizes."""
     profile = None if profile is None else CompileProfile.of(profile)
     settings = choose_settings(built, profile, merge=False, program="forward")
-    template = make_template(built, 0.0, settings, "forward")
+    template = make_template(built, settings, "forward")
     used_profile = choose_profile(built, profile)
     if built.plan is None and used_profile != CompileProfile.auto():
         warn_without_effect([facts_of(template, used_profile, settings, ("forward",), False)], 3)

@@ -184,7 +184,7 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
         settings = with_model_sharding(settings, record.mesh.sharding(artifact.archive.where))
     programs = Programs({record.name: flow}, source, settings, layout, {record.name: CapturedArrays()}, progress)
     programs.planned_program = record.program
-    programs.builds.insert((record.name, frozenset()), (built, 0.0))
+    programs.builds.insert((record.name, frozenset()), built)
     for exported in (program for program in record.programs if program.forms):
         programs.derivation_errors.insert((record.name, exported.program, exported.key.optional_inputs), "")
     for optional_inputs, unread in record.unread.items():

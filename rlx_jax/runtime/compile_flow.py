@@ -260,12 +260,12 @@ def companion_model(
 def companion_programs(base: Programs, flow: Buildable) -> Programs:
     """Return the programs of a companion flow, with the weights, the settings and the devices of `base`."""
     built = flow.build(base.source)
-    template = make_template(built, 0.0, base.settings, "forward")
+    template = make_template(built, base.settings, "forward")
     layout = layout_of([template.hir], base.settings.plan.scan, base.settings.plan.packed)
     programs = Programs(
         {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
     )
-    programs.builds.insert((flow.name, frozenset()), (built, 0.0))
+    programs.builds.insert((flow.name, frozenset()), built)
     programs.templates.insert(ProgramKey(flow.name, "forward"), template)
     return programs
 

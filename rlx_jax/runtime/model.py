@@ -435,7 +435,7 @@ class CompiledModel(ModelProgram):
         facts = []
         for profile in (ours, theirs):
             settings = self.programs.resolve_settings(profile, self.name)
-            template = make_template(built, 0.0, settings, self.program)
+            template = make_template(built, settings, self.program)
             lir = None if sizes is None else make_lir(template, sizes, settings)
             serves = self.programs.fuses_by_default
             facts.append(dict(facts_of_program(template, settings, self.program, serves, lir)))

@@ -243,7 +243,7 @@ class ModelProgram:
     @property
     def built(self) -> Built:
         """Return the built flow, without optional inputs."""
-        return self.programs.build(self.name, frozenset())[0]
+        return self.programs.build(self.name, frozenset())
 
     @property
     def settings(self) -> Settings:

@@ -6,7 +6,6 @@ It also initializes random weights, either those that the source does not have, 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -49,9 +48,6 @@ from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_any_values, has_values, with_initialized
 from rlx_jax.weights.source import open_weights
 
-# The built flows by name, with the seconds that each build took.
-Builds = Mapping[str, tuple[Built, float]]
-
 
 def make_programs(
     flows: Sequence[Any], weights: Weights, options: OpenOptions, merge: bool, program: str = "forward",
@@ -86,9 +82,9 @@ def make_programs(
     if not flows_by_name or len(flows_by_name) < len(flow_list):
         raise errors.GraphError(f"flows of one model have distinct names; got {listing([f.name for f in flow_list])}")
     builds, initialized = build_with_missing(flows_by_name, build_flows(flows_by_name, weights), init_key)
-    builts = [built for built, _ in builds.values()]
+    builts = [*builds.values()]
     source = check_sources(builts, options.strict)
-    settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
+    settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, b in builds.items()})
     model_sharding = make_model_sharding(options.mesh, builts, settings, program, serves)
     settings = settings if model_sharding is None else with_model_sharding(settings, model_sharding)
     settings = replace(settings, max_positions=max_positions)
@@ -98,7 +94,7 @@ def make_programs(
     check_quantized_blocks(settings, [template.hir for template in templates.values()])
     if model_sharding is not None:
         check_divisible(model_sharding, layout.params.values())
-    captured = {name: built.captured for name, (built, _) in builds.items()}
+    captured = {name: built.captured for name, built in builds.items()}
     programs = Programs(flows_by_name, source, settings, layout, captured, options.progress)
     programs.fuses_by_default, programs.planned_program = merge, program
     programs.initialized_keys, programs.init_key = initialized, init_key
@@ -138,25 +134,23 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
             )
 
 
-def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Builds:
-    """Return each flow built, with the seconds that the build took. The weights are opened once.
+def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Mapping[str, Built]:
+    """Return each flow built. The weights are opened once.
 
     Flows that are bound to one source share the source of the first built flow, with its adapter.
     """
-    builds: dict[str, tuple[Built, float]] = {}
+    builds: dict[str, Built] = {}
     sources = [getattr(flow, "_weights", None) for flow in flows.values()]
     one_source = sources[0] is not None and all(source is sources[0] for source in sources)
     for name, flow in flows.items():
-        start = time.perf_counter()
-        built = flow.build(weights)
-        builds[name] = built, time.perf_counter() - start
-        weights = built.source if weights is not None or one_source else None
+        builds[name] = flow.build(weights)
+        weights = builds[name].source if weights is not None or one_source else None
     return builds
 
 
 def build_with_missing(
-    flows: Mapping[str, Buildable], builds: Builds, init_key: jax.Array | None
-) -> tuple[Builds, tuple[str, ...]]:
+    flows: Mapping[str, Buildable], builds: Mapping[str, Built], init_key: jax.Array | None
+) -> tuple[Mapping[str, Built], tuple[str, ...]]:
     """Initialize missing weights, and build the flows again over a source that includes them.
 
     Args:
@@ -167,14 +161,16 @@ def build_with_missing(
     Returns:
         The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
     """
-    initialized = {} if init_key is None else init_missing_weights([built for built, _ in builds.values()], init_key)
+    initialized = {} if init_key is None else init_missing_weights([*builds.values()], init_key)
     if not initialized:
         return builds, ()
-    source = with_initialized(next(built.source for built, _ in builds.values()), initialized)
-    return {name: (flow.build(source), builds[name][1]) for name, flow in flows.items()}, tuple(initialized)
+    source = with_initialized(next(iter(builds.values())).source, initialized)
+    return {name: flow.build(source) for name, flow in flows.items()}, tuple(initialized)
 
 
-def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Settings, Layout, dict[str, Template]]:
+def plan_layout(
+    builds: Mapping[str, Built], settings: Settings, first: str
+) -> tuple[Settings, Layout, dict[str, Template]]:
     """Choose one layout for all flows.
 
     Projections stay separate if fusing them would store them twice: if one flow fuses them and another does not, or if
@@ -188,11 +184,11 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
     Returns:
         The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
     """
-    templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
+    templates = {name: make_template(built, settings, first, False) for name, built in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan, settings.plan.packed)
     twice = len(builds) > 1 and layout.duplicated_keys()
     if settings.merge and (
-        twice or any(needs_other_params(built, layout, settings, first) for built, _ in builds.values())
+        twice or any(needs_other_params(built, layout, settings, first) for built in builds.values())
     ):
         return plan_layout(builds, replace(settings, merge=False), first)
     return settings, layout, templates
@@ -217,9 +213,7 @@ def needs_other_params(built: Built, layout: Layout, settings: Settings, first: 
         return False
     optional = frozenset(decl.name for decl in optional_decls)
     try:
-        complete = make_template(
-            flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional
-        )
+        complete = make_template(flow.build(built.source, optional, built.captured), settings, first, False, optional)
     except errors.RlxError:  # the optional inputs exclude each other, so that no call passes all of them
         return False
     return not layout.has_all_params(complete.hir, settings.plan.scan)

@@ -106,7 +106,7 @@ class Programs:
         # One lock for all caches: making an entry of one makes entries of others, and separate locks could deadlock.
         self.lock, limit = threading.RLock(), settings.buckets.programs
         lock = self.lock
-        self.builds: LruCache[tuple[str, frozenset[str]], tuple[Built, float]] = LruCache(MAX_TEMPLATES, lock)
+        self.builds: LruCache[tuple[str, frozenset[str]], Built] = LruCache(MAX_TEMPLATES, lock)
         self.templates: LruCache[ProgramKey, Template] = LruCache(MAX_TEMPLATES, lock)
         self.derivation_errors: LruCache[tuple[str, str, frozenset[str]], str] = LruCache(MAX_TEMPLATES, lock)
         self.functions: LruCache[ProgramKey, SpecializedProgram] = LruCache(limit, lock)
@@ -146,9 +146,8 @@ class Programs:
                 return self.template(replace(key, headless=False)).headless()
             # Other optional inputs come from the derived program, and the flow is built without them.
             flow_inputs = key.optional_inputs & {i.name for i in flow._inputs}
-            built, seconds = self.build(key.flow, flow_inputs)
             options = (key.program, key.last_only, key.optional_inputs, key.outputs)
-            return make_template(built, seconds, self.settings, *options)
+            return make_template(self.build(key.flow, flow_inputs), self.settings, *options)
 
         return self.templates(key, make)
 
@@ -156,18 +155,14 @@ class Programs:
         """Return the key of the full program, all rows and no hidden states, that a `hidden` program is split from."""
         return replace(key.symbolic, hidden=False, last_only=False)
 
-    def build(self, flow: str, optional_inputs: frozenset[str]) -> tuple[Built, float]:
-        """Return the flow built with these optional inputs, and the seconds that the build took.
+    def build(self, flow: str, optional_inputs: frozenset[str]) -> Built:
+        """Return the flow built with these optional inputs.
 
         A flow is built once for all its programs. They share its ops, including user closures, so that a proof about
         one program holds for the others.
         """
 
-        def make() -> tuple[Built, float]:
-            start = time.perf_counter()
-            built = self.flows[flow].build(self.source, optional_inputs, self.captured[flow])
-            return built, time.perf_counter() - start
-
+        make = partial(self.flows[flow].build, self.source, optional_inputs, self.captured[flow])
         return self.builds((flow, optional_inputs), make)
 
     def first_input(self, flow: str) -> str:
@@ -178,7 +173,7 @@ class Programs:
     def unread_inputs(self, flow: str, optional_inputs: frozenset[str]) -> frozenset[str]:
         """Return the inputs that no output of a flow reads when these optional inputs are passed."""
         if (flow, optional_inputs) not in self.unread_by_optional:
-            self.unread_by_optional[flow, optional_inputs] = unread_inputs(self.build(flow, optional_inputs)[0].hir)
+            self.unread_by_optional[flow, optional_inputs] = unread_inputs(self.build(flow, optional_inputs).hir)
         return self.unread_by_optional[flow, optional_inputs]
 
     def any_template(self, key: ProgramKey) -> Template:
@@ -324,8 +319,7 @@ class Programs:
         Raises:
             ProfileError: the profile contradicts itself.
         """
-        built, _ = self.build(flow, frozenset())
-        settings = choose_settings(built, profile, self.fuses_by_default, self.planned_program)
+        settings = choose_settings(self.build(flow, frozenset()), profile, self.fuses_by_default, self.planned_program)
         settings = settings if self.model_sharding is None else with_model_sharding(settings, self.model_sharding)
         return replace(settings, max_positions=self.settings.max_positions)
 
