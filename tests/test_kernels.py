@@ -45,6 +45,7 @@ def delta_of(rows: int, tokens: int, width: int = 128, dtype: str = "bf16") -> t
 DELTA = GatedDeltaOp(from_state=True)
 CHOICES: dict[str, tuple[Any, tuple[TensorType, ...], str]] = {
     "experts of a token": (ExpertFfn(), experts_of(1), "gathered"),
+    "experts [in, out] of a token": (ExpertFfn(contract=0), experts_of(1), "grouped"),
     "experts of 8 tokens": (ExpertFfn(), experts_of(8), "grouped"),
     "experts of a prompt": (ExpertFfn(), experts_of(4096), "grouped"),
     "experts in f32": (ExpertFfn(), experts_of(4096, dtype="f32"), "blocked"),
