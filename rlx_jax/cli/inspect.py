@@ -20,7 +20,6 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.loading.load import with_compute_dtype
 from rlx_jax.loading.model_plan import plan as plan_model
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_program import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model_setup import make_programs
@@ -35,7 +34,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     checkpoint = open_checkpoint(args, session)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     if args.level is not None:
-        text = program_text(open_program(pretrained, args), args)
+        text = program_text(open_program(checkpoint, args), args)
         session.status.clear()
         yield f"{text}\n"
         return
@@ -120,14 +119,14 @@ def program_text(model: CompiledModel, args: argparse.Namespace) -> str:
     return model.text(args.level, after=args.after or "", diff=args.diff, format=args.format or "text", sizes=sized)
 
 
-def open_program(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
+def open_program(checkpoint: Checkpoint, args: argparse.Namespace) -> CompiledModel:
     """Return a program of the model, without weights: only their shapes are used.
 
     The programs are those of the model that `rlx_jax.load` returns, and `train` and `explicit` those of
     `rlx_jax.compile`. Without `--program` it is `prefill` of a language model, else `forward`.
     """
-    flow = pretrained.recipe.assemble()
-    causal = pretrained.kind == "causal"
+    pretrained = checkpoint.pretrained
+    flow, causal = checkpoint.flow(pretrained.recipe), pretrained.kind == "causal"
     program = args.program or ("prefill" if causal else "forward")
     serves: tuple[str, ...] = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
     is_compiled_alone = program in ("train", "explicit")
@@ -220,7 +219,7 @@ def diff(args: argparse.Namespace, session: Session) -> Iterator[str]:
         | {name: getattr(args, f"other_{name}") or getattr(args, name) for name in ("profile", "dtype")}
     )
     args.program = other.program = args.program or "forward"
-    models = [open_program(open_checkpoint(arguments, session).pretrained, arguments) for arguments in (args, other)]
+    models = [open_program(open_checkpoint(arguments, session), arguments) for arguments in (args, other)]
     result = models[0].diff(models[1], sizes=sizes_by_name(args.size))
     names = [f"{a.directory}@{a.revision}" if a.revision else a.directory for a in (args, other)]
     if names[0] == names[1]:

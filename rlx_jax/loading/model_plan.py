@@ -146,10 +146,11 @@ def _open_flow(
     """
     if isinstance(model, str | os.PathLike):
         folder = open_model_folder(model, revision, progress=progress)
-        pretrained = Checkpoint(folder, ignore_fields=ignore_fields, headers_only=True).pretrained
+        checkpoint = Checkpoint(folder, ignore_fields=ignore_fields, headers_only=True)
+        pretrained = checkpoint.pretrained
         if pretrained.kind not in TOKEN_KINDS:
             raise UnsupportedError(f"{quote(model)} is of kind {pretrained.kind}: plans are for models of tokens")
-        return as_flow(pretrained.recipe), pretrained.max_positions, pretrained.kind == "causal"
+        return checkpoint.flow(pretrained.recipe), pretrained.max_positions, pretrained.kind == "causal"
     if revision is not None or tuple(ignore_fields):
         raise RequestError(f"revision= and ignore_fields= are for checkpoints; got {type(model).__name__}")
     if isinstance(getattr(getattr(model, "model", model), "programs", None), Programs):
