@@ -213,7 +213,7 @@ class RowTiles:
         return [product(self.tiling, part, x, self.interpret) for part in arrays], following
 
 
-def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyArray, prepared: Any) -> None:
+def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyArray, written: Any) -> None:
     """Compute the ops before the product, each warpgroup for up to `WARPS` rows at once, into shared memory.
 
     Args:
@@ -221,7 +221,7 @@ def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyAr
         row_refs: their operands; those without an axis for rows are the same for all.
         x_ref: shared memory for the rows.
         group: the number of the warpgroup.
-        prepared: a barrier that all warpgroups pass when they have written.
+        written: a barrier that all warpgroups pass when they have written.
     """
     t = spec.tiling
     shape = (min(WARPS, t.count), *t.x_shape[1:])
@@ -240,47 +240,42 @@ def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyAr
             rows = pl.ds(first, shape[0])
             (x_ref[rows],) = spec.prologue(*(read(ref, rows) for ref in row_refs), axis=1)
 
-    plgpu.barrier_arrive(prepared)
-    plgpu.barrier_wait(prepared)
+    plgpu.barrier_arrive(written)
+    plgpu.barrier_wait(written)
 
 
 def run_program(
     spec: Matvec, tiles: RowTiles, row_refs: Sequence[Any], entry_refs: Sequence[Any], out_refs: Sequence[Any],
-    sums_ref: Any, prepared: Any, written: Any,
+    sums_ref: Any, written: Any,
 ) -> None:  # fmt: skip
     """Run one warpgroup of one program: the ops before the product, the product and the epilogue for its tiles of rows.
-
-    Each warpgroup adds the sums of the tiles in its slot, while the others go on. They write there again after they
-    have waited for sums of a later tile, hence for this warpgroup.
 
     Args:
         spec: the shapes and functions.
         tiles: the tiles of the weight.
         row_refs: the operands of the prologue; none if it has no ops.
         entry_refs, out_refs: the operands and the results of the epilogue.
-        sums_ref: shared memory for the sums of a tile for each warpgroup, its slot.
-        prepared: a barrier that all warpgroups pass after the ops before the product.
-        written: a barrier for each slot, on which its warpgroup waits until all have written their sums.
+        sums_ref: shared memory for the sums of two tiles.
+        written: a barrier that all warpgroups pass when they have written them.
     """
     t, layout = spec.tiling, result_layout(spec.tiling.count)
     begun = tiles.fetch(jnp.int32(0), jnp.int32(0))  # before the ops, which wait
     if row_refs:
-        prepare_rows(spec, row_refs, tiles.x, tiles.group, prepared)
+        prepare_rows(spec, row_refs, tiles.x, tiles.group, written)
     only_x = tiles.load_x(0) if t.chunks == 1 else None
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
         tile_rows = pl.ds((tiles.first + tile) * TILE_ROWS, TILE_ROWS)
         operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in entry_refs]
         sums, begun = sum_chunks(tiles, tile, only_x, begun)
-        slot = lax.rem(tile, t.warpgroups)
+        slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
         for part, total in enumerate(sums):
             sums_ref[slot, part, pl.ds(tiles.group * WARPS, WARPS)] = total
-        plgpu.barrier_arrive(written.at[slot])
+        plgpu.barrier_arrive(written)
+        plgpu.barrier_wait(written)
 
-        @pl.when(tiles.group == slot)
+        @pl.when(tiles.group == 0)
         def _() -> None:
-            plgpu.barrier_wait(written.at[slot])
-
             def add_warps(part: int) -> AnyArray:
                 warps = (sums_ref.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
                 y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
@@ -288,7 +283,6 @@ def run_program(
 
             for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
                 ref[:, tile_rows] = y
-            plgpu.commit_smem()  # all of its warps have read the sums
 
         return begun
 
@@ -321,16 +315,15 @@ def multiply_rows(
     has_ops = isinstance(spec.prologue, KernelTrace) and bool(spec.prologue.jaxpr.eqns)
 
     def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        row_refs, weight_refs, entry_refs, out_refs, (*x_ref, sums_ref, prepared, written) = refs
+        row_refs, weight_refs, entry_refs, out_refs, (*x_ref, sums_ref, written) = refs
         x = x_ref[0] if has_ops else row_refs[0]
         tiles = RowTiles(t, x, weight_refs, first, last, lax.axis_index("group"), interpret is not None)
-        run_program(spec, tiles, row_refs if has_ops else [], entry_refs, out_refs, sums_ref, prepared, written)
+        run_program(spec, tiles, row_refs if has_ops else [], entry_refs, out_refs, sums_ref, written)
 
     scratch = [
         *([plgpu.SMEM(t.x_shape, jnp.bfloat16)] if has_ops else []),
-        plgpu.SMEM((t.warpgroups, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
+        plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=t.warpgroups),
-        plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.warpgroups),
     ]
     operands, outputs = (
         [
@@ -341,7 +334,6 @@ def multiply_rows(
         [[((t.count, t.rows), d) for d in spec.out_dtypes]],
     )
     results = run_kernel(
-        t, program, operands, outputs, scratch, interpret, num_threads=t.warpgroups, thread_name="group",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )  # fmt: skip
+        t, program, operands, outputs, scratch, interpret, num_threads=t.warpgroups, thread_name="group"
+    )
     return [y[:num_rows] for y in results]
