@@ -21,6 +21,7 @@ CASES: dict[str, tuple[GatedDeltaOp, tuple[int, ...], dict[str, Any]]] = {
     "three chunks": (RULE, (1, 131, 1, 64, 2, 128), {}),
     "keys that are nearly one": (RULE, (2, 150, 2, 128, 2, 64), {"alike": 0.95}),
     "fewer tokens than a chunk, from zeros": (GatedDeltaOp(0.7), (1, 20, 1, 64, 1, 64), {}),
+    "tokens that erase the state": (RULE, (1, 70, 1, 64, 1, 64), {"erases": True}),
     "five chunks": (RULE, (1, 320, 1, 128, 3, 128), {"seed": 1}),
 }
 

@@ -24,23 +24,29 @@ def unit(x: np.ndarray) -> np.ndarray:
     return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
 
 
-def delta_case(sizes: Sizes, seed: int = 0, alike: float = 0.0) -> list[np.ndarray]:
-    """Operands for B, S, key heads, K, value heads, V. `alike`: how near all keys are to one, with β 1 and no decay."""
+def delta_case(sizes: Sizes, seed: int = 0, alike: float = 0.0, erases: bool = False) -> list[np.ndarray]:
+    """Operands for B, S, key heads, K, value heads, V.
+
+    `alike`: how near all keys are to one, with β 1 and no decay. `erases`: two tokens have a decay of 0.
+    """
     batch, tokens, groups, keys, heads, width = sizes
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, batch, tokens, groups, keys))
     k = alike * k[:, :1] + (1 - alike) * k
     g = -np.exp(2 * rng.normal(size=(batch, tokens, heads)) - 2) * (1 - alike)
     beta = np.maximum(1 / (1 + np.exp(-2 * rng.normal(size=g.shape))), alike)
+    if erases:
+        g[:, 5], g[:, 8] = -1e8, -np.inf
     state = rng.normal(size=(batch, heads, keys, width))
     return [unit(q), unit(k), rng.normal(size=(batch, tokens, heads, width)), g, beta, state]
 
 
-def scan_case(sizes: Sizes, seed: int = 0) -> list[np.ndarray]:
-    """Operands for B, S, H, P, G, N."""
+def scan_case(sizes: Sizes, seed: int = 0, step: float | None = None) -> list[np.ndarray]:
+    """Operands for B, S, H, P, G, N; `step` is the one of a token, if it is no random one."""
     batch, tokens, heads, width, groups, size = sizes
     rng = np.random.default_rng(seed)
     dt, a = np.exp(rng.normal(size=(batch, tokens, heads)) - 2), -np.exp(rng.normal(size=heads))
+    dt[:, 5:6] = dt[:, 5:6] if step is None else step
     b, c = rng.normal(size=(2, batch, tokens, groups, size))
     return [rng.normal(size=(batch, tokens, heads, width)), dt, a, b, c, rng.normal(size=(batch, heads, width, size))]
 
@@ -54,6 +60,8 @@ CASES: dict[str, tuple[Any, list[np.ndarray]]] = {
     "fewer tokens than a chunk": (GatedDeltaOp(from_state=True), delta_case((2, 13, 1, 8, 3, 6))),
     "a part of a chunk is left": (GatedDeltaOp(0.7, from_state=True), delta_case((2, 131, 2, 5, 4, 7))),
     "keys that are nearly one": (GatedDeltaOp(from_state=True), delta_case((1, 150, 2, 16, 2, 6), alike=0.95)),
+    "tokens that erase the state": (GatedDeltaOp(from_state=True), delta_case((1, 70, 1, 4, 2, 3), erases=True)),
+    "a scan after a long step": (SelectiveScanOp(), scan_case((1, 70, 2, 3, 2, 4), step=1e6)[:5]),
     "from zeros": (GatedDeltaOp(), delta_case((1, 70, 1, 4, 2, 3))[:5]),
     "a scan over three chunks": (SelectiveScanOp(from_state=True), scan_case((2, 131, 4, 3, 1, 7))),
     "a scan from zeros": (SelectiveScanOp(), scan_case((1, 70, 2, 3, 2, 4))[:5]),

@@ -23,7 +23,7 @@ from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
-from rlx_jax.lowering.lir.recurrent import chunks_at_once
+from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
 
 AnyArray = Any
@@ -96,7 +96,7 @@ def run_chunks(op: GatedDeltaOp, *operands: AnyArray, interpret: Any = None) -> 
     # Zeros leave the state unchanged.
     padding = ((0, 0), (0, chunks * TOKENS - tokens), (0, 0))
     q, k, v = (jnp.pad(x.astype(v.dtype).reshape(rows, tokens, -1), padding) for x in (q, k, v))
-    g, beta = (jnp.pad(x.astype(jnp.float32), padding).swapaxes(1, 2) for x in (g, beta))
+    g, beta = (jnp.pad(x.astype(jnp.float32), padding).swapaxes(1, 2) for x in (jnp.maximum(g, LEAST_LOG), beta))
     t = ChunkSizes(chunks, rows, heads, keys, values, op.factor(keys), v.dtype, interpret)
     out, last = call_kernels(t, q, k, v, g, beta, start)
     return out[:, :tokens].reshape(rows, tokens, heads, values), last

@@ -43,6 +43,8 @@ KERNEL_WIDTHS = (64, 128)
 STATE_COLUMNS, MAX_STATE_KEYS = 64, 256
 # Taps of a convolution, at most, of which a kernel has the tokens before a block in shared memory.
 MAX_TAPS = 9
+# The largest logarithm, about, of a decay that is 0 in float32. Sums with lower ones would round those of other tokens.
+LEAST_LOG = -104.0
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
 # Numbers of tokens from which `chunk_size` is another one.
@@ -194,13 +196,13 @@ def split_into_chunks(
     if isinstance(op, GatedDeltaOp):
         q, k, v, g, beta = operands[:5]
         groups, result = k.shape[2], v
-        rows = (q, k, v, g.astype(f32)[..., None], beta.astype(f32)[..., None])
+        rows = (q, k, v, jnp.maximum(g.astype(f32), LEAST_LOG)[..., None], beta.astype(f32)[..., None])
         chunk = delta_chunk(op.factor(k.shape[3]), v.dtype)
     else:
         x, dt, a, b, c = operands[:5]
         groups, result = b.shape[2], x
         dt = dt.astype(f32)
-        rows = (x, dt[..., None], (dt * a.astype(f32)[None, None])[..., None], b, c)
+        rows = (x, dt[..., None], jnp.maximum(dt * a.astype(f32)[None, None], LEAST_LOG)[..., None], b, c)
         chunk = scan_chunk(x.dtype)
     size = size or chunk_size(result.shape[1])
     chunks = tuple(to_chunks(x, size, groups) for x in rows)
