@@ -200,6 +200,12 @@ class Checkpoint:
         return record_ignored(rebound, self.pretrained.ignored_fields)
 
 
+def check_expected(caller: str, expected: Any) -> None:
+    """Check that the argument `expect` of `load` or `recipe_for` is a class, or None."""
+    if not isinstance(expected, type | None):
+        raise RequestError(f"{caller}: expect is {shown(expected)}; expected a class, such as rlx_jax.Encoder")
+
+
 def check_class(caller: str, path: object, result: Any, expected: type | None) -> Any:
     """Return the result of `load` or `recipe_for` if it is of the class that the caller expects; None is any class.
 
@@ -269,6 +275,7 @@ def recipe_for(
     in `rlx_jax.load`. `expect` is the class of the recipe, such as `rlx_jax.Qwen3Flow`; another class is an error. Type
     checkers take the result for a `Recipe` without it; recipes of plugins may be of other classes.
     """
+    check_expected("recipe_for", expect)
     checkpoint = open_checkpoint(
         path, "recipe_for", options, revision=revision, token=token, subfolder=subfolder, file=file,
         ignore_fields=ignore_fields, use_modules=False, head=head, other_arguments=("expect",),

@@ -25,7 +25,7 @@ from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import min_length, stop_length, truncate_at_stop
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import check_flag, check_integer, random_key, read_array
+from rlx_jax.runtime.inputs import check_flag, check_integer, key_words, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
@@ -342,9 +342,10 @@ def choose_seed(seed: Any, sampler: Sampler) -> Any:
         raise RequestError("seed: give one, the same in every process, where several run a model together")
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
         seed = secrets.randbits(32) if sampler.temperature else 0
-        if get_opaque_trace_state() == NO_TRACE:
-            return seed
-    if isinstance(random_key("seed", seed), jax.core.Tracer):
+    words = key_words("seed", seed)
+    if get_opaque_trace_state() != NO_TRACE:
+        words = jax.device_put(words)  # traced in jax.jit, whatever the seed is
+    if isinstance(words, jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     return seed
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rlx_jax.device import start_device
 from rlx_jax.encode.answering import QuestionAnswerer
-from rlx_jax.encode.checkpoint import Checkpoint, check_class, open_checkpoint
+from rlx_jax.encode.checkpoint import Checkpoint, check_class, check_expected, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.dual import DualEncoder
@@ -50,6 +50,7 @@ def load_path(
     expect: type | None, options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Return the model of a checkpoint or an artifact; arguments and errors as in `rlx_jax.load`."""
+    check_expected("load", expect)
     if is_artifact(path):
         arguments = {"revision": revision, "token": token, "subfolder": subfolder or None, "file": file, "dtype": dtype,
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
