@@ -329,18 +329,22 @@ class ModelFlow(Stages):
         source = self._weights if weights is None else open_weights(weights)
         if self._checked is not None and source is self._weights and not given and captured is None:
             return self._checked
-        if source is not None and self._adapt_weights is not None:
-            source = self._adapt_weights(source)
-        source = combine_sources(source, self._added_weights)
-        parameters = Parameters(source, self._declared)
+        parameters = Parameters(self._all_weights(source), self._declared)
         parameters.initializes_missing = self._missing == "init"
         return self._build(parameters, given, captured)
+
+    def _all_weights(self, source: WeightSource | None) -> WeightSource | None:
+        """Return the weights of a source as the stages read them, and the added ones."""
+        if source is not None and self._adapt_weights is not None:
+            source = self._adapt_weights(source)
+        return combine_sources(source, self._added_weights)
 
     def _check_weights(self, parameters: Parameters) -> None:
         """Build the flow with `parameters` that check its weights. `build` returns the result unless its arguments or
         the flow change."""
+        parameters.declared = self._declared
         built = self._build(parameters)
-        if not built.missing_keys:
+        if not built.missing_keys and self._all_weights(built.source) is built.source:
             object.__setattr__(self, "_checked", built)
 
     @paused_gc()

@@ -15,7 +15,7 @@ from rlx_jax.lowering.mir.small import cse
 from rlx_jax.models import gemma, llama
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
-from rlx_jax.models.hooks import LayerContext
+from rlx_jax.models.hooks import LayerContext, check_recipe_weights
 from tests import small
 from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
@@ -204,6 +204,9 @@ def test_a_checked_flow_keeps_its_graph() -> None:
     assert edited is not built and len([*edited.hir.walk()]) > len([*built.hir.walk()])
     assert flow.build(rlx.open_weights(SINGLE)).source is not built.source
     assert cse(cse(built.hir, built.types), built.types) is cse(built.hir, built.types) is built.hir  # as one graph
+    flow = flow.param("model.norm.weight", init="zeros")
+    assert (checked := check_recipe_weights(flow, None)).build() is checked.build()
+    assert checked.build().inits == {"model.norm.weight": "zeros"}
 
 
 def test_names_of_the_specification() -> None:
