@@ -5,6 +5,7 @@ import mmap
 import re
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from rlx_jax.compiler import settings
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.device import DEVICES, MIN_FLASH_CAPABILITY, Device, describe_device, named_device, running_device
 from rlx_jax.errors import ProfileError, RlxWarning
+from rlx_jax.lowering.lir import implementations
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles.schema import Target
 from tests import small
@@ -162,14 +164,16 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
 def test_the_generating_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tokens a dispatch, of a device with kernels two in an iteration, and the same tokens."""
     texts = list[Any]()
-    for steps, early, joined in ((2, False, 1), (4, True, 1), (4, False, 2), (3, False, 1)):
+    loops = (2, False, True, 1), (4, True, True, 1), (4, False, True, 2), (3, False, True, 1), (4, False, False, 1)
+    for steps, early, mosaic, joined in loops:
         tables = {} if early else {"steps_per_dispatch": steps, "stop_early": False}
         monkeypatch.setattr(Device, "has_kernels", len(texts) > 1)  # weights in f32 have none all the same
+        monkeypatch.setattr(implementations, "has_mosaic", partial(bool, mosaic))
         profile = rlx.CompileProfile().replace(backend={"cpu": tables})
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
         texts.append([lm.generate([[1, 2, 3]], max_new_tokens=7), lm.generate([[1, 2], [3]], max_new_tokens=5)])
-        loops = {k.wrapper for k in lm.model.programs.executables if k.program == "extend"}
-        assert {(k.steps, k.early_exit, k.joined) for k in loops} == {(steps, early, joined)}
+        found = {k.wrapper for k in lm.model.programs.executables if k.program == "extend"}
+        assert {(k.steps, k.early_exit, k.joined) for k in found} == {(steps, early, joined)}
         assert f"{steps} steps a dispatch" in str(lm.report())
     assert all(text == texts[0] for text in texts)
 

@@ -268,7 +268,8 @@ def settings_for(
         loop=LoopSettings(
             DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
-            2 if device.has_kernels and backend.kernels != "off" else 1,  # else XLA compiles each layer twice
+            # Without kernels XLA compiles each layer twice.
+            2 if implementations.has_kernels(device) and backend.kernels != "off" else 1,
         ),
     )
 
