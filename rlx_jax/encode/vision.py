@@ -98,7 +98,7 @@ class VisionEncoder(TaskModel):
 
     def run(self, images: Any, output: str) -> Vectors:
         """Return an output of the flow `[batch, width]` for images; arguments and errors as in `embed`."""
-        self.model.concrete_params("embed")
+        self.model.concrete_params("embed" if output == POOLED else "logits")
         width = pooled_width(self.model, output)
         clock = self.model.programs.start_timer()
         if self.reads_patches and (isinstance(images, Mapping) or _is_pixel_values(images)):
