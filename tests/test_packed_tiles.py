@@ -12,9 +12,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.lowering.lir import delta_chunks, expert_products
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
-from rlx_jax.lowering.lir.packed_tiles import GROUPS, PROGRAMS, SHARED, divide, multiply_tiles
+from rlx_jax.lowering.lir.packed_tiles import COPYING, GROUPS, PROGRAMS, REGISTERS, SHARED, divide, multiply_tiles
 from rlx_jax.lowering.lir.tile_decoder import STEP
 from rlx_jax.weights.module_tensors import declare_scheme
 from tests.interpreter import interpreted, needs_mosaic
@@ -74,7 +75,7 @@ def test_a_product(scheme: str, rows: int, shape: tuple[int, int], dtype: str) -
 
 
 @pytest.mark.parametrize(("rows", "height", "width", "bits"), [
-    (64, 16384, 2048, 8), (128, 128256, 2048, 4), (9, 64, 128, 8), (16, 192, 8192, 4),
+    (64, 16384, 2048, 8), (128, 128256, 2048, 4), (9, 64, 128, 8), (16, 192, 8192, 4), (16, 576, 4096, 8),
 ])  # fmt: skip
 def test_how_a_product_is_divided(rows: int, height: int, width: int, bits: int) -> None:
     """All of it, within the memory and the threads that a program has."""
@@ -82,7 +83,19 @@ def test_how_a_product_is_divided(rows: int, height: int, width: int, bits: int)
     assert d.tiles * d.features == height and d.steps * d.parts * STEP == width and rows <= d.rows < rows + 8
     assert d.wide * d.deep <= GROUPS and d.programs <= PROGRAMS and d.slots >= 2
     step = STEP * (d.features * bits // 8 + 2 * d.rows)
+    assert_registers(d.wide * d.deep, COPYING, d.registers)
     assert d.slots * step + (d.deep - 1) * d.features * d.rows * 4 <= SHARED
+
+
+def assert_registers(groups: int, copying: int, others: int) -> None:
+    """A program waits forever for more registers than its warpgroups have at the start."""
+    at_start = REGISTERS // (128 * (groups + 1)) // 8 * 8
+    assert copying + groups * others <= at_start * (groups + 1) and copying <= at_start <= others
+
+
+def test_the_registers_of_other_kernels() -> None:
+    assert_registers(2, expert_products.COPYING, expert_products.MULTIPLYING)
+    assert_registers(2, delta_chunks.COPYING, delta_chunks.RUNNING)
 
 
 def test_gradients_and_weights_without_it() -> None:
