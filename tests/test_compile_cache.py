@@ -189,6 +189,9 @@ def test_the_key_has_all_that_the_result_depends_on(cache: Path, monkeypatch: An
         assert not program()[1]
     with jax.default_matmul_precision("highest"):
         assert not program()[1]
+    key = compile_cache.trace_key("content", (one,), None)
+    with jax.set_mesh(jax.make_mesh((2,), ("devices",))):
+        assert key and key != compile_cache.trace_key("content", (one,), None)
     assert program()[1]
 
 

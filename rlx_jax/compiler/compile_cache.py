@@ -363,6 +363,7 @@ def _environment() -> Iterator[str]:
     yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     yield f"python {sys.version_info[:2]}"
     yield fingerprint()
+    yield f"mesh={jax.sharding.get_abstract_mesh()}"  # of `jax.set_mesh`: XLA compiles for all of its devices
     yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     # All settings of JAX: some change how XLA compiles without a trace in the StableHLO, and releases add more.
     yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
