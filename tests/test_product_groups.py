@@ -159,6 +159,12 @@ def exact_gelu(b: Builder, x: Value, first: Value, _: Value) -> Value:
     return b(Unary("gelu"), b(MatMul(1), x, first))
 
 
+def halves(b: Builder, x: Value, first: Value, _: Value) -> Value:
+    """Return gate times up, where the kernel has no op of the gate."""
+    gate, up = b.add(SplitLast((64, 64)), b(MatMul(1), x, first))
+    return b(Binary("mul"), b(JaxFn(lambda x: jnp.cumsum(x, -1)), gate), up)
+
+
 OTHERS = "it: in the group of another product"
 GRAPHS: dict[Any, list[str]] = {
     parallel: ["matmul, add", f"matmul; not add after {OTHERS}"],
@@ -169,6 +175,7 @@ GRAPHS: dict[Any, list[str]] = {
     scaled: ["matmul, mul"],
     pooled: ["matmul; not jax before it: the kernel has no reduce_sum"],
     exact_gelu: ["matmul, gelu"],
+    halves: ["matmul; not split_last after it: one result needs jax: the kernel has no cumsum"],
 }
 
 

@@ -160,7 +160,9 @@ def ops_after(
             if len(results_of(graph, members, readers)) == 1:
                 best = members
     if len(best) < len(members):
-        number, reason = members[len(best)], "other ops read its operands"
+        blocked, number = nodes[number].op, members[len(best)]
+        has_halves = bool(reason) and isinstance(nodes[number].op, SplitLast)
+        reason = f"one result needs {op_name(blocked)}: {reason}" if has_halves else "other ops read its operands"
     return best, f"not {op_name(nodes[number].op)} after it: {reason}" if reason else ""
 
 
