@@ -102,8 +102,6 @@ class ModelFlow(Stages):
         """Return a flow without inputs or stages; programs refuse sequences of more than `max_positions` tokens."""
         return ModelFlow(name, _max_positions=max_positions)
 
-    # -- declaring ---------------------------------------------------------------------------
-
     def input(
         self, name: str, shape: Sequence[int | str], dtype: Any = "float32", default: float | str | None = REQUIRED, *,
         rows_optional: bool = False,
@@ -308,8 +306,6 @@ class ModelFlow(Stages):
             raise GraphError(f"expected a recipe, from recipe_for(path) or for_prefill(config), got {shown(recipe)}")
         return _check_flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
 
-    # -- building ----------------------------------------------------------------------------
-
     def build(
         self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
     ) -> BuiltModel:
@@ -340,8 +336,7 @@ class ModelFlow(Stages):
         return combine_sources(source, self._added_weights)
 
     def _check_weights(self, parameters: Parameters) -> None:
-        """Build the flow with `parameters` that check its weights. `build` returns the result unless its arguments or
-        the flow change."""
+        """Build the flow with `parameters` that check its weights, and keep the result for `build`."""
         parameters.declared = self._declared
         built = self._build(parameters)
         if not built.missing_keys and self._all_weights(built.source) is built.source:

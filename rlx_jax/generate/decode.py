@@ -23,7 +23,7 @@ from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows
 from rlx_jax.generate.token_history import TokenHistory, adjust_logits
 from rlx_jax.lowering.inspect.hlo import SAMPLER
-from rlx_jax.runtime.inputs import KEY_IMPL
+from rlx_jax.runtime.random_keys import KEY_IMPL
 
 Array = jax.Array
 

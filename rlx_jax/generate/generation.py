@@ -27,8 +27,8 @@ from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.runtime.inputs import key_words
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.random_keys import key_words
 from rlx_jax.runtime.report import Report, RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
 

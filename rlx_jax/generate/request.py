@@ -25,9 +25,10 @@ from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import min_length, stop_length, truncate_at_stop
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import check_flag, check_integer, key_words, read_array
+from rlx_jax.runtime.inputs import check_flag, check_integer, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.random_keys import key_words
 from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer

@@ -36,10 +36,10 @@ from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
 from rlx_jax.io.garbage import paused_gc
-from rlx_jax.runtime.inputs import KEY_IMPL, key_words
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.random_keys import KEY_IMPL, key_words
 from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH
 

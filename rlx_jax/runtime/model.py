@@ -28,7 +28,7 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.export_model import apply_any_size, export_model
-from rlx_jax.runtime.inputs import check_integer, random_key
+from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model_program import (
     SYMBOLIC_LEVELS,
     ModelProgram,
@@ -38,6 +38,7 @@ from rlx_jax.runtime.model_program import (
 )
 from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
+from rlx_jax.runtime.random_keys import random_key
 from rlx_jax.runtime.report import Report, report_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
 from rlx_jax.weights.execute import quantization_errors

@@ -40,9 +40,10 @@ from rlx_jax.lowering.sharding import check_divisible, shard_type
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_without_effect
 from rlx_jax.program import Buildable, Built, Weights
-from rlx_jax.runtime.inputs import check_flag, random_key
+from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.random_keys import random_key
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_any_values, has_values, with_initialized
