@@ -149,8 +149,8 @@ def using(*added: Plugin) -> Iterator[None]:
     A program that is first compiled after the block, for another size or another use of the model, does not use them.
 
     Raises:
-        GraphError: two plugins provide something under the same name.
-        GraphError: an argument is no `Plugin`, or an installed plugin cannot be used.
+        GraphError: two plugins provide something under the same name, an argument is no `Plugin`, or an installed
+            plugin cannot be used.
     """
     for plugin in added:
         if not isinstance(plugin, Plugin):
@@ -167,8 +167,7 @@ def active_plugin() -> Plugin:
     """Return all plugins merged into one.
 
     Raises:
-        GraphError: two plugins provide something under the same name.
-        GraphError: an installed plugin cannot be used.
+        GraphError: two plugins provide something under the same name, or an installed plugin cannot be used.
     """
     return _merge((*installed(), *_context_plugins.get()))
 
@@ -321,8 +320,8 @@ class FlowExtensionPlan:
         """Return the HIR after all extensions of the plan, verified after each.
 
         Raises:
-            GraphError: an enabled name has no extension, or an extension does not return a graph.
-            GraphError: the graph is invalid after an extension; the message names it.
+            GraphError: an enabled name has no extension, an extension does not return a graph, or the graph is invalid
+                after one; the message names it.
         """
         for name in self.names():
             rewritten = _extensions()[name](graph, types)

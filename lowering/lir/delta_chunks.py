@@ -22,7 +22,7 @@ from jax import lax
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
+from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, transforms, vector
 from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
 
@@ -341,11 +341,6 @@ def run_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray, state: AnyArray) -> A
     columns = pl.ds(refs.head * t.values + refs.group * COLUMNS, COLUMNS)
     plgpu.copy_smem_to_gmem(tile, refs.out.at[refs.row, pl.ds(i * TOKENS, TOKENS), columns])
     return state
-
-
-def transforms(columns: int) -> tuple[Any, ...]:
-    """Return the layout in shared memory of 16-bit tiles that `wgmma` reads."""
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 
 def products(t: ChunkSizes, *sums: tuple[AnyArray, Sequence[tuple[Any, Any]]]) -> list[AnyArray]:

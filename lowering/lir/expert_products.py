@@ -28,7 +28,19 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks, count_into_blocks
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
+from rlx_jax.lowering.lir.mosaic import (
+    arith,
+    emit_asm,
+    ir,
+    llvm,
+    load,
+    mgpu,
+    pl,
+    plgpu,
+    transforms,
+    vector,
+    wait_for_rows,
+)
 
 AnyArray = Any
 
@@ -367,11 +379,6 @@ def await_end(sizes: ProductSizes, refs: ProductRefs, end: AnyArray) -> None:
             plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, sizes.slots)])
 
 
-def transforms() -> tuple[Any, ...]:
-    """Return the layout in shared memory that `wgmma` reads."""
-    return plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(ROW_BYTES)
-
-
 def row_layout() -> Any:
     """Return the layout of the numbers of rows: `ROW_THREADS` threads have every 16th number."""
     tiles, copies = plgpu.Tiling(((16,), (4,), (1,))), plgpu.Replicated(ROW_THREADS)
@@ -379,7 +386,7 @@ def row_layout() -> Any:
 
 
 def copy_rows(target: Any, x: Any, numbers: AnyArray, step: AnyArray, depth: int) -> None:
-    """Begin to copy the entries of a step of some rows of x to shared memory, in the layout of `transforms`.
+    """Begin to copy the entries of a step of some rows of x to shared memory, in the layout of `transforms()`.
 
     Each 16 bytes of a row are at their number exclusive-or the number of the row.
     """
@@ -403,14 +410,3 @@ def copy_rows(target: Any, x: Any, numbers: AnyArray, step: AnyArray, depth: int
         emit_asm(asm + "cp.async.commit_group; }", operands, "r,l" + ",r" * len(rows))
 
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(target, x, numbers, step)
-
-
-def wait_for_rows(begun: int) -> None:
-    """Wait until all copies of rows but the last `begun` have ended, and `wgmma` reads what they wrote."""
-    asm = f"cp.async.wait_group {begun}; fence.proxy.async.shared::cta;"
-    plgpu.inline_mgpu()(lambda _: emit_asm(asm, [], ""))()
-
-
-def emit_asm(asm: str, operands: Sequence[Any], constraints: str) -> None:
-    """Emit instructions of the device."""
-    llvm.inline_asm(None, operands, asm, constraints, has_side_effects=True)

@@ -12,6 +12,7 @@ __all__ = [
     "LazyModule",
     "arith",
     "array_of",
+    "emit_asm",
     "ir",
     "llvm",
     "load",
@@ -20,7 +21,9 @@ __all__ = [
     "number",
     "pl",
     "plgpu",
+    "transforms",
     "vector",
+    "wait_for_rows",
     "words",
 ]
 
@@ -50,6 +53,22 @@ else:
 def load(ref: Any, layout: Any, optimized: bool = True) -> Any:
     """Return the values of a reference in a layout, by `plgpu.load`, which jax 0.10 declares otherwise."""
     return cast(Any, plgpu.load)(ref, layout=layout, optimized=optimized)
+
+
+def transforms(columns: int = 64) -> tuple[Any, ...]:
+    """Return the layout in shared memory of 16-bit tiles that `wgmma` reads."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def emit_asm(asm: str, operands: Sequence[Any], constraints: str) -> None:
+    """Emit instructions of the device."""
+    llvm.inline_asm(None, operands, asm, constraints, has_side_effects=True)
+
+
+def wait_for_rows(begun: int) -> None:
+    """Wait until all copies by `cp.async` but the last `begun` have ended, and `wgmma` reads what they wrote."""
+    asm = f"cp.async.wait_group {begun}; fence.proxy.async.shared::cta;"
+    plgpu.inline_mgpu()(lambda _: emit_asm(asm, [], ""))()
 
 
 def number(value: int) -> Any:

@@ -24,9 +24,8 @@ from jax import lax
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES, Scheme
-from rlx_jax.lowering.lir.expert_products import emit_asm, transforms, wait_for_rows
 from rlx_jax.lowering.lir.implementations import few_rows, with_reference
-from rlx_jax.lowering.lir.mosaic import ir, llvm, load, mgpu, pl, plgpu, vector
+from rlx_jax.lowering.lir.mosaic import emit_asm, ir, llvm, load, mgpu, pl, plgpu, transforms, vector, wait_for_rows
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
 from rlx_jax.lowering.lir.tile_decoder import STEP, TILE, Decoder, code_layout
 
