@@ -32,7 +32,7 @@ from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, HeadRow
 from rlx_jax.lowering.lir.head_layouts import HeadLayouts, half_layout, sum_layout
 from rlx_jax.lowering.lir.head_sums import LOWEST, attend, attend_tiles, combine, scaled, warp_sums
 from rlx_jax.lowering.lir.head_tiles import query_layout
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
 from rlx_jax.lowering.lir.packed_matvec import WARPS
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
@@ -72,30 +72,25 @@ def make_head(row: HeadRow, head: AnyArray, width: int, refs: Sequence[Any], buf
     yield
 
 
-def run_program(
-    spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratch: Sequence[Any], interpret: bool
-) -> None:
+def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
     """Run one warpgroup of one program of the kernel.
 
     Args:
         spec: the shapes.
-        refs: the operands of `decode_attention`.
-        out_ref: the result `[rows, heads * width]`, or the parts `[rows, splits, heads, 3, width]` of several programs
-            of a head.
-        scratch: shared memory for the heads of each warpgroup and for sums, and a barrier that all warpgroups pass.
+        refs: its references and its place; `out` is the result `[rows, heads * width]`, or the parts
+            `[rows, splits, heads, 3, width]` of several programs of a head.
         interpret: whether the kernel runs in Mosaic's interpreter.
     """
-    buffers, totals_ref, sums_ref, done = scratch
-    group, split, program, row = (lax.axis_index(name) for name in ("group", "split", "program", "row"))
-    *operands, start_ref, length_ref, position_ref, keys_ref, values_ref = (
-        ref.at[row if ref.shape[0] > 1 else 0] for ref in refs
+    group, split, row = refs.group, refs.split, refs.row
+    operands, (start_ref, length_ref, position_ref), caches = (
+        [ref.at[row if ref.shape[0] > 1 else 0] for ref in part] for part in (refs.operands, refs.numbers, refs.caches)
     )
-    buffers, count = buffers.at[group], spec.heads_at_once
-    first_head = program * count
+    buffers, totals_ref, sums_ref, count = refs.heads.at[group], refs.totals, refs.sums, spec.heads_at_once
+    first_head = refs.program * count
     kv_head = first_head * spec.kv_heads // spec.heads
     step = NewToken.of(spec, start_ref[0], length_ref[0], position_ref[0])
     first_block = step.first // spec.block + split * spec.groups + group
-    blocks = Blocks(spec, (keys_ref, values_ref), kv_head * spec.width, first_block, spec.splits * spec.groups)
+    blocks = Blocks(spec, caches, kv_head * spec.width, first_block, spec.splits * spec.groups)
     ahead = blocks.read(jnp.int32(0))  # before the query, which takes as long to make
     rows = [*((spec.query, first_head + i) for i in range(count)), (spec.key, kv_head), (spec.value, kv_head)]
     new_heads = [make_head(*head, spec.width, operands, buffers.at[i]) for i, head in enumerate(rows)]
@@ -118,8 +113,8 @@ def run_program(
             sums_ref[0, i, warps] = high = values.astype(jnp.bfloat16)
             sums_ref[1, i, warps] = (values - high.astype(jnp.float32)).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(refs.done)
+    plgpu.barrier_wait(refs.done)
     is_first = step.is_written & (split == 0)  # the first program of a head adds the new token
     for start in range(0, count, spec.groups):
 
@@ -132,11 +127,11 @@ def run_program(
             if spec.has_sinks:
                 sink = operands[-1][first_head + slot].astype(jnp.float32)
                 parts.append([jnp.where(split == 0, sink, LOWEST), 1.0, 0.0])
-            write_result(spec, out_ref.at[row], split, first_head + slot, combine(parts))
+            write_result(spec, refs.out.at[row], split, first_head + slot, combine(parts))
 
     @pl.when(is_first & (group == 0) & (lax.rem(first_head, spec.heads // spec.kv_heads) == 0))
     def _() -> None:
-        for i, ref in enumerate((keys_ref, values_ref)):
+        for i, ref in enumerate(caches):
             place = step.slot // spec.warp_keys, lax.rem(step.slot, spec.warp_keys)
             head = load(buffers.at[count + i, 1], layout=HeadLayouts.of(spec.width).columns)
             ref[*place, pl.ds(kv_head * spec.width, spec.width)] = head.astype(ref.dtype)
@@ -170,16 +165,16 @@ def write_result(
         out_ref[split, head, i] = plgpu.layout_cast(row, sum_layout(spec.width))
 
 
-def scratch_of_heads(spec: AttentionKernel, dtype: Any) -> list[Any]:
-    """Return the shared memory of a program for new heads and for sums, and the barrier."""
+def scratch_of_heads(spec: AttentionKernel, dtype: Any) -> dict[str, Any]:
+    """Return the shared memory for the heads of each warpgroup and for sums, and a barrier that all warpgroups pass."""
     count, warps = spec.heads_at_once, spec.groups * WARPS
     parts, slots, sums_dtype = (1, MAX_ROWS, jnp.float32) if spec.has_tiles else (2, count, jnp.bfloat16)
-    return [
-        plgpu.SMEM((spec.groups, max(count + 2, 4 if count <= 4 else MAX_ROWS), 2, spec.width), dtype),
-        plgpu.SMEM((2, slots, warps), jnp.float32),
-        plgpu.SMEM((parts, slots, warps, spec.width), sums_dtype),
-        plgpu.Barrier(num_arrivals=spec.groups),
-    ]
+    return {
+        "heads": plgpu.SMEM((spec.groups, max(count + 2, 4 if count <= 4 else MAX_ROWS), 2, spec.width), dtype),
+        "totals": plgpu.SMEM((2, slots, warps), jnp.float32),
+        "sums": plgpu.SMEM((parts, slots, warps, spec.width), sums_dtype),
+        "done": plgpu.Barrier(num_arrivals=spec.groups),
+    }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
@@ -201,26 +196,15 @@ def decode_attention(
     """
     rows, splits, heads, width = spec.rows, spec.splits, spec.heads, spec.width
     shape = (rows, heads * width) if splits == 1 else (rows, splits, heads, 3, width)
-    inputs = [*operands, *numbers]
-
-    def body(*refs: Any) -> None:
-        num_inputs = len(inputs) + 2
-        run_program(spec, refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :], interpret is not None)
-
-    run = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(shape, values.dtype if splits == 1 else jnp.float32),
-        grid=(heads // spec.heads_at_once, splits, rows),
-        grid_names=("program", "split", "row"),
-        num_threads=spec.groups,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        scratch_types=scratch_of_heads(spec, values.dtype),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
     by_warp = (rows, keys.shape[1] // spec.warp_keys, spec.warp_keys, keys.shape[2])
     refs = [jax.new_ref(x.reshape(by_warp)) for x in (keys, values)]
-    result = run(*inputs, *refs)
+    (result,) = run_kernel(
+        lambda refs: run_program(spec, refs, interpret is not None),
+        {"operands": [*operands], "numbers": [*numbers], "caches": refs},
+        {"out": jax.ShapeDtypeStruct(shape, values.dtype if splits == 1 else jnp.float32)},
+        scratch_of_heads(spec, values.dtype), {"program": heads // spec.heads_at_once, "split": splits, "row": rows},
+        spec.groups, interpret, approx_math=True, unsafe_no_auto_barriers=True,
+    )  # fmt: skip
     if splits > 1:
         *_, total, weighted = combine([[result[:, i, :, j] for j in range(3)] for i in range(splits)])
         result = (weighted / total).astype(values.dtype).reshape(rows, -1)

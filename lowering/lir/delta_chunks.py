@@ -22,7 +22,7 @@ from jax import lax
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, transforms, vector
+from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, run_kernel, transforms, vector
 from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
 
@@ -33,6 +33,9 @@ TOKENS, COLUMNS, BLOCK = 64, 64, 16
 
 # Chunks that shared memory has room for.
 SLOTS = 3
+
+# What the first kernel computes of a chunk.
+PREPARED = ("totals", "solved", "within")
 
 # Registers of a thread that copies, and of one that has columns of the state: at most 504 of three warpgroups.
 COPYING, RUNNING = 40, 232
@@ -67,22 +70,17 @@ class ChunkSizes(NamedTuple):
         """Return the first column of a head's query or key."""
         return head // (self.heads * self.keys // ref.shape[2]) * self.keys
 
-    def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-        """Return a callable that runs a kernel."""
+    def run(
+        self, body: Callable[[Any], None], inputs: Any, outputs: Any, scratch: Any, grid: Any, groups: int = 0
+    ) -> Any:
+        """Run a kernel, with arguments as in `run_kernel`."""
         lane = cast(Any, plgpu).LoweringSemantics.Lane
-        params = plgpu.CompilerParams(lowering_semantics=lane, approx_math=True, unsafe_no_auto_barriers=True)
-        interpret = {} if self.interpret is None else {"interpret": self.interpret}
-        return cast(Callable[..., Any], plgpu.kernel(body, compiler_params=params, **options, **interpret))
-
-
-@with_reference(chunks_at_once)
-def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """Compute the op in chunks by the kernels."""
-    return run_chunks(op, *operands)
+        params: dict[str, Any] = {"lowering_semantics": lane, "approx_math": True, "unsafe_no_auto_barriers": True}
+        return run_kernel(body, inputs, outputs, scratch, grid, groups, self.interpret, **params)
 
 
 def run_chunks(op: GatedDeltaOp, *operands: AnyArray, interpret: Any = None) -> tuple[AnyArray, ...]:
-    """Compute the op in chunks.
+    """Compute the op in chunks by the kernels.
 
     Args:
         op: the rule.
@@ -102,20 +100,20 @@ def run_chunks(op: GatedDeltaOp, *operands: AnyArray, interpret: Any = None) -> 
     return out[:, :tokens].reshape(rows, tokens, heads, values), last
 
 
-@with_reference(DeltaGroup.eval)
-def convolved_states(op: DeltaGroup, *arrays: AnyArray) -> Any:
-    """Compute a group by a kernel for each of q, k and v, and by those of the rule."""
-    return run_convolved(op, *arrays)
-
-
 def run_convolved(
     op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray, interpret: Any = None
 ) -> Any:
-    """Compute a group; `interpret` are parameters of Mosaic's interpreter, None to compile."""
+    """Compute a group by a kernel for each of q, k and v, and by those of the rule; `interpret` as in `run_chunks`."""
     heads, keys, values, own_heads = op.key_heads, op.keys, op.values, g.shape[2]
     parts = (0, heads, keys, op.unit), (heads * keys, heads, keys, op.unit), (2 * heads * keys, own_heads, values, None)
     q, k, v = (convolve(mixed, window, *part, interpret) for part in parts)
     return run_chunks(op.rule, q, k, v, g, beta, interpret=interpret)
+
+
+states_in_one, convolved_states = (
+    with_reference(chunks_at_once)(run_chunks),
+    with_reference(DeltaGroup.eval)(run_convolved),
+)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers of a program are lowered once
@@ -130,7 +128,7 @@ def call_kernels(
         g, beta: `[rows, heads, tokens]`.
         start: the state before.
     """
-    out, last = run_states(t, q, k, v, beta, *prepare(t, q, k, g, beta), start)
+    out, last = run_states(t, q, k, v, beta, prepare(t, q, k, g, beta), start)
     return out, last
 
 
@@ -138,19 +136,15 @@ def prepare(t: ChunkSizes, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray
     """Return G `[rows, heads, tokens]`, and T and the factors of values in a chunk `[rows, heads, tokens, TOKENS]`."""
     parts_of_keys = t.keys // 64
 
-    def body(
-        q: Any, k: Any, g: Any, beta: Any, totals: Any, solved: Any, within: Any, q_tiles: Any, k_tiles: Any,
-        g_tile: Any, beta_tile: Any, total_tile: Any, blocks: Any, parts: Any, copied: Any,
-    ) -> None:  # fmt: skip
-        i, head, row = (lax.axis_index(name) for name in ("chunk", "head", "row"))
-        tokens = pl.ds(i * TOKENS, TOKENS)
-        for ref, tiles in ((q, q_tiles), (k, k_tiles)):
+    def body(refs: Any) -> None:
+        head, row, tokens = refs.head, refs.row, pl.ds(refs.chunk * TOKENS, TOKENS)
+        for ref, tiles in ((refs.q, refs.q_tiles), (refs.k, refs.k_tiles)):
             for n in range(parts_of_keys):
                 columns = pl.ds(t.first_key(ref, head) + n * 64, 64)
-                plgpu.copy_gmem_to_smem(ref.at[row, tokens, columns], tiles.at[n], copied)
-        for ref, tile in ((g, g_tile), (beta, beta_tile)):
-            plgpu.copy_gmem_to_smem(ref.at[row, head, tokens], tile, copied)
-        plgpu.barrier_wait(copied)
+                plgpu.copy_gmem_to_smem(ref.at[row, tokens, columns], tiles.at[n], refs.copied)
+        for ref, tile in ((refs.g, refs.g_tile), (refs.beta, refs.beta_tile)):
+            plgpu.copy_gmem_to_smem(ref.at[row, head, tokens], tile, refs.copied)
+        plgpu.barrier_wait(refs.copied)
         shape, layout = (TOKENS, TOKENS), plgpu.Layout.WGMMA
 
         def along(axis: int, ref: Any) -> AnyArray:
@@ -158,21 +152,22 @@ def prepare(t: ChunkSizes, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray
             return lax.broadcast_in_dim(values, shape, (axis,))
 
         token, other = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
-        total = jnp.where(token >= other, along(1, g_tile), 0.0).sum(1)
-        total_tile[...] = total
+        total = jnp.where(token >= other, along(1, refs.g_tile), 0.0).sum(1)
+        refs.total_tile[...] = total
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(total_tile, totals.at[row, head, tokens])
-        difference = lax.broadcast_in_dim(total, shape, (0,)) - along(1, total_tile)
+        plgpu.copy_smem_to_gmem(refs.total_tile, refs.totals.at[row, head, tokens])
+        difference = lax.broadcast_in_dim(total, shape, (0,)) - along(1, refs.total_tile)
         between = jnp.exp(jnp.where(token >= other, difference, -jnp.inf))
 
         def product(tiles: Any) -> AnyArray:
-            pairs = [(tiles.at[n], k_tiles.at[n].transpose((1, 0))) for n in range(parts_of_keys)]
+            pairs = [(tiles.at[n], refs.k_tiles.at[n].transpose((1, 0))) for n in range(parts_of_keys)]
             return products(t, (zeros(*shape), pairs))[0]
 
-        inside = (between * product(q_tiles)).astype(t.dtype)
-        lower = along(0, beta_tile) * between * product(k_tiles)
-        inverse = inverted(t, blocks, parts, lower).astype(t.dtype)
-        stored = ((q_tiles.at[0], inside, within), (k_tiles.at[0], inverse, solved))  # the tiles are read no more
+        inside = (between * product(refs.q_tiles)).astype(t.dtype)
+        lower = along(0, refs.beta_tile) * between * product(refs.k_tiles)
+        inverse = inverted(t, refs.blocks, refs.parts, lower).astype(t.dtype)
+        # The tiles are read no more.
+        stored = ((refs.q_tiles.at[0], inside, refs.within), (refs.k_tiles.at[0], inverse, refs.solved))
         for tile, values, _ in stored:
             tile[...] = values
         plgpu.commit_smem()
@@ -182,85 +177,47 @@ def prepare(t: ChunkSizes, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray
 
     tokens, vector_tile = t.chunks * TOKENS, plgpu.SMEM((TOKENS,), jnp.float32)
     tiles = plgpu.SMEM((parts_of_keys, TOKENS, 64), t.dtype, transforms=transforms(64))
-    scratch: list[Any] = [
-        tiles, tiles, vector_tile, vector_tile, vector_tile,
-        plgpu.SMEM((TOKENS, BLOCK), jnp.float32),
-        plgpu.SMEM((4, TOKENS, 2 * BLOCK), jnp.bfloat16, transforms=transforms(BLOCK)),
-        plgpu.Barrier(num_arrivals=2 * parts_of_keys + 2),
-    ]  # fmt: skip
+    scratch = {
+        "q_tiles": tiles, "k_tiles": tiles, "g_tile": vector_tile, "beta_tile": vector_tile, "total_tile": vector_tile,
+        "blocks": plgpu.SMEM((TOKENS, BLOCK), jnp.float32),
+        "parts": plgpu.SMEM((4, TOKENS, 2 * BLOCK), jnp.bfloat16, transforms=transforms(BLOCK)),
+        "copied": plgpu.Barrier(num_arrivals=2 * parts_of_keys + 2),
+    }  # fmt: skip
     matrix = jax.ShapeDtypeStruct((t.rows, t.heads, tokens, TOKENS), t.dtype)
-    run = t.kernel(
-        body, out_type=[jax.ShapeDtypeStruct((t.rows, t.heads, tokens), jnp.float32), matrix, matrix],
-        grid=(t.chunks, t.heads, t.rows), grid_names=("chunk", "head", "row"), scratch_types=scratch,
+    results: Sequence[AnyArray] = t.run(
+        body, {"q": q, "k": k, "g": g, "beta": beta}, dict(zip(PREPARED, (g, matrix, matrix), strict=True)), scratch,
+        {"chunk": t.chunks, "head": t.heads, "row": t.rows},
     )  # fmt: skip
-    results: Sequence[AnyArray] = run(q, k, g, beta)
     return results
 
 
-class ChunkRefs(NamedTuple):
-    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
-
-    Attributes:
-        q, k, v, beta, totals, solved, within, start: the operands, as in `call_kernels` and `prepare`.
-        out, last: the results.
-        q_tiles, k_tiles, v_tiles, beta_tiles, total_tiles, solved_tiles, within_tiles: shared memory for chunks.
-        out_tiles: shared memory for results.
-        copied, used: for each slot of a chunk, barriers of its copies and its last use.
-        group, head, row: the number of the warpgroup, of the head and of the row.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    beta: Any
-    totals: Any
-    solved: Any
-    within: Any
-    start: Any
-    out: Any
-    last: Any
-    q_tiles: Any
-    k_tiles: Any
-    v_tiles: Any
-    beta_tiles: Any
-    total_tiles: Any
-    solved_tiles: Any
-    within_tiles: Any
-    out_tiles: Any
-    copied: Any
-    used: Any
-    group: Any
-    head: Any
-    row: Any
-
-
-def run_states(t: ChunkSizes, *arrays: AnyArray) -> Sequence[AnyArray]:
-    """Return the results and the last state, with operands as in `ChunkRefs`."""
-
-    def body(*refs: Any) -> None:
-        run_program(t, ChunkRefs._make((*refs, *(lax.axis_index(name) for name in ("group", "head", "row")))))
-
-    v, start, wide = arrays[2], arrays[-1], transforms(64)
+def run_states(
+    t: ChunkSizes, q: AnyArray, k: AnyArray, v: AnyArray, beta: AnyArray, prepared: Sequence[AnyArray], start: AnyArray
+) -> Sequence[AnyArray]:
+    """Return the results and the last state, with operands as in `call_kernels` and results of `prepare`."""
 
     def tiles(count: int, columns: int) -> Any:
-        return plgpu.SMEM((count, TOKENS, columns), t.dtype, transforms=wide)
+        return plgpu.SMEM((count, TOKENS, columns), t.dtype, transforms=transforms(64))
 
+    inputs = {"q": q, "k": k, "v": v, "beta": beta, **dict(zip(PREPARED, prepared, strict=True)), "start": start}
     vectors = plgpu.SMEM((SLOTS, TOKENS), jnp.float32)
-    scratch: list[Any] = [
-        tiles(SLOTS, t.keys), tiles(SLOTS, t.keys), tiles(SLOTS * t.groups, COLUMNS), vectors, vectors,
-        tiles(SLOTS, TOKENS), tiles(SLOTS, TOKENS), tiles(t.groups, COLUMNS),
-        plgpu.Barrier(num_arrivals=6 + t.groups, num_barriers=SLOTS),
-        plgpu.Barrier(num_arrivals=t.groups, num_barriers=SLOTS),
-    ]  # fmt: skip
-    run = t.kernel(
-        body, out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (v, start)], grid=(t.heads, t.rows),
-        grid_names=("head", "row"), num_threads=t.groups + 1, thread_name="group", scratch_types=scratch,
+    scratch = {
+        # Chunks in shared memory, and results.
+        "q_tiles": tiles(SLOTS, t.keys), "k_tiles": tiles(SLOTS, t.keys), "v_tiles": tiles(SLOTS * t.groups, COLUMNS),
+        "beta_tiles": vectors, "total_tiles": vectors, "solved_tiles": tiles(SLOTS, TOKENS),
+        "within_tiles": tiles(SLOTS, TOKENS), "out_tiles": tiles(t.groups, COLUMNS),
+        # For each slot of a chunk, barriers of its copies and its last use.
+        "copied": plgpu.Barrier(num_arrivals=6 + t.groups, num_barriers=SLOTS),
+        "used": plgpu.Barrier(num_arrivals=t.groups, num_barriers=SLOTS),
+    }  # fmt: skip
+    results: Sequence[AnyArray] = t.run(
+        functools.partial(run_program, t), inputs, {"out": v, "last": start}, scratch,
+        {"head": t.heads, "row": t.rows}, groups=t.groups + 1,
     )  # fmt: skip
-    results: Sequence[AnyArray] = run(*arrays)
     return results
 
 
-def run_program(t: ChunkSizes, refs: ChunkRefs) -> None:
+def run_program(t: ChunkSizes, refs: Any) -> None:
     """Run a warpgroup of a program: the last one copies, the others compute."""
 
     @pl.when(refs.group == t.groups)
@@ -284,7 +241,7 @@ def run_program(t: ChunkSizes, refs: ChunkRefs) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def copy_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray) -> None:
+def copy_chunk(t: ChunkSizes, refs: Any, i: AnyArray) -> None:
     """Begin to copy the operands of a chunk, once its slot is free."""
     slot, tokens = lax.rem(i, SLOTS), pl.ds(i * TOKENS, TOKENS)
 
@@ -307,7 +264,7 @@ def copy_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray) -> None:
         plgpu.copy_gmem_to_smem(ref.at[refs.row, refs.head, tokens], tiles.at[slot], barrier)
 
 
-def run_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray, state: AnyArray) -> AnyArray:
+def run_chunk(t: ChunkSizes, refs: Any, i: AnyArray, state: AnyArray) -> AnyArray:
     """Return a warpgroup's columns of the state after a chunk, and write its columns of the results.
 
     `U − W S` is computed as `T diag(β) (V − diag(e^G) K S)`.

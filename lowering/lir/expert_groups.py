@@ -33,8 +33,8 @@ from rlx_jax.lowering.lir.matvec import (
     Tiling,
     WeightTiles,
     find_tiling,
-    run_kernel,
     run_program,
+    run_tiles,
     scratch_of,
 )
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
@@ -168,57 +168,61 @@ def stream_experts(
     up, down = tilings
     bf16 = x.dtype
 
-    def select(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        (logits_ref, same_ref, x_ref, *weight_refs), (out_ref, ids_ref, values_ref), (row_ref, slots, copied) = refs
-        choice = first * up.tile_rows // inner
-        expert, layouts = find_expert((logits_ref, same_ref), choice), Layouts.of(up)
+    def select(refs: Any) -> None:
+        choice = refs.first * up.tile_rows // inner
+        expert, layouts = find_expert(refs.logits, choice), Layouts.of(up)
 
-        @pl.when(first * up.tile_rows == choice * inner)
+        @pl.when(refs.first * up.tile_rows == choice * inner)
         def _() -> None:
-            ids_ref[choice] = expert
-            values_ref[choice] = logits_ref[expert]
+            refs.ids[choice] = expert
+            refs.values[choice] = refs.logits[0][expert]
 
         def source(part: int, row: AnyArray, line: AnyArray) -> Any:
             rows = pl.ds((expert - choice) * inner + row, up.tile_rows)
-            return weight_refs[part].at[rows, pl.ds(line, up.tile_lines)]
+            return refs.weights[part].at[rows, pl.ds(line, up.tile_lines)]
 
         spec = Matvec(up, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16), (bf16,), (bf16,), bf16)
-        tiles = WeightTiles(up, source, row_ref, slots, copied, first, (last - first) * up.chunks, layouts)
-        run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
+        run_program(spec, layouts, refs, WeightTiles(up, source, refs, layouts))
 
-    def add(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        (ids_ref, values_ref, x_ref, weight_ref), entry_refs, (out_ref,), (row_ref, slots, copied, shares_ref) = refs
+    def add(refs: Any) -> None:
         layouts, lines = Layouts.of(down), inner // down.width
         chunks = lines // down.tile_lines
 
         def source(_: int, row: AnyArray, line: AnyArray) -> Any:
             choice = line // lines
-            rows = pl.ds(ids_ref[choice] * hidden + row, down.tile_rows)
-            return weight_ref.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
+            rows = pl.ds(refs.ids[choice] * hidden + row, down.tile_rows)
+            return refs.weight.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
 
         def prologue(x: AnyArray, axis: int | None) -> list[AnyArray]:
-            (share,) = shares(load(values_ref, layout=each_layout(), optimized=False), axis=0)
-            shares_ref[...] = share.astype(jnp.float32)
+            (share,) = shares(load(refs.values, layout=each_layout(), optimized=False), axis=0)
+            refs.shares[...] = share.astype(jnp.float32)
             return [x]
 
         def factor(chunk: AnyArray) -> AnyArray:
-            return shares_ref[chunk // chunks]
+            return refs.shares[chunk // chunks]
 
-        epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(entry_refs), bf16)
+        epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(refs.entries), bf16)
         spec = Matvec(down, prologue, epilogue, (bf16,), (bf16,), bf16)
-        tiles = WeightTiles(down, source, row_ref, slots, copied, first, (last - first) * down.chunks, layouts, factor)
-        run_program(spec, layouts, [x_ref], entry_refs, [out_ref], [], tiles, last - first)
+        run_program(spec, layouts, refs, WeightTiles(down, source, refs, layouts, factor))
 
     views = [
         w.reshape(-1, t.lines if t is up else inner // t.width, t.width)
         for w, t in zip(weights, (up, up, down), strict=True)
     ]
-    outputs = [((up.rows,), bf16), ((count,), jnp.int32), ((count,), logits.dtype)]
-    operands = [logits, logits, x.reshape(up.x_shape), *views[:2]]
-    row, ids, values = run_kernel(up, select, [operands], [outputs], scratch_of(up, bf16, bf16), interpret)
-    scratch = [*scratch_of(down, bf16, bf16), plgpu.SMEM((count,), jnp.float32)]
-    operands = [ids, values, row.reshape(down.x_shape), views[2]]
-    return run_kernel(down, add, [operands, residual], [[((hidden,), bf16)]], scratch, interpret)[0]
+    chosen = {"ids": jax.ShapeDtypeStruct((count,), jnp.int32), "values": jax.ShapeDtypeStruct((count,), logits.dtype)}
+    inputs = {"logits": [logits, logits], "rows": [x.reshape(up.x_shape)], "weights": views[:2], "entries": []}
+    outputs = {"results": [jax.ShapeDtypeStruct((up.rows,), bf16)], **chosen, "kept": []}
+    row, ids, values = run_tiles(up, select, inputs, outputs, scratch_of(up, bf16, bf16), interpret)
+    inputs = {
+        "ids": ids,
+        "values": values,
+        "rows": [row.reshape(down.x_shape)],
+        "weight": views[2],
+        "entries": residual,
+    }
+    outputs = {"results": [jax.ShapeDtypeStruct((hidden,), bf16)], "kept": []}
+    scratch = {**scratch_of(down, bf16, bf16), "shares": plgpu.SMEM((count,), jnp.float32)}
+    return run_tiles(down, add, inputs, outputs, scratch, interpret)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,6 +37,7 @@ from rlx_jax.lowering.lir.mosaic import (
     mgpu,
     pl,
     plgpu,
+    run_kernel,
     transforms,
     vector,
     wait_for_rows,
@@ -164,49 +165,18 @@ class ProductSizes(NamedTuple):
         """Return columns and contracted entries in the order of a weight's axes."""
         return (columns, entries) if self.contract else (entries, columns)
 
+    def place(self, program: AnyArray, tile: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Return the block and the column of a tile with the number `tile` of a program."""
+        number = program + tile * self.programs
+        return lax.div(number, self.tiles_in_row), lax.rem(number, self.tiles_in_row)
 
-class ProductRefs(NamedTuple):
-    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
 
-    Attributes:
-        experts, used: the expert of each block, and the number of blocks with rows.
-        x: the rows.
-        parts: for each warpgroup after the first one, whether it has rows of a block.
-        numbers: the rows of x that blocks have, if they are gathered.
-        weights, biases, out: the weights, their biases if they have any, and the result.
-        x_tiles, w_tiles, out_tiles: shared memory for steps of rows and of weights, and for pieces of the result.
-        x_copied, w_copied, consumed: for each slot of a step, a barrier of copies of rows, of weights, and of products.
-        group, program: the number of the warpgroup, and of the program.
-    """
-
-    experts: Any
-    used: Any
-    x: Any
-    parts: Any
-    numbers: Any
-    weights: Any
-    biases: Any
-    out: Any
-    x_tiles: Any
-    w_tiles: Any
-    out_tiles: Any
-    x_copied: Any
-    w_copied: Any
-    consumed: Any
-    group: Any
-    program: Any
-
-    def place(self, sizes: ProductSizes, tile: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """Return the block and the column of a tile with the number `tile` of this program."""
-        number = self.program + tile * sizes.programs
-        return lax.div(number, sizes.tiles_in_row), lax.rem(number, sizes.tiles_in_row)
-
-    def await_step(self, sizes: ProductSizes, step: AnyArray) -> AnyArray:
-        """Wait until a step is in shared memory, and return its slot."""
-        slot = lax.rem(step, sizes.slots)
-        plgpu.barrier_wait(self.x_copied.at[slot])
-        plgpu.barrier_wait(self.w_copied.at[slot])
-        return slot
+def await_step(sizes: ProductSizes, refs: Any, step: AnyArray) -> AnyArray:
+    """Wait until a step is in shared memory, and return its slot."""
+    slot = lax.rem(step, sizes.slots)
+    plgpu.barrier_wait(refs.x_copied.at[slot])
+    plgpu.barrier_wait(refs.w_copied.at[slot])
+    return slot
 
 
 def multiply_blocks(
@@ -236,32 +206,29 @@ def multiply_blocks(
     programs = PROGRAMS if interpret is None else 3
     sizes = ProductSizes(len(weights), contract, block_rows, columns, depth, number is not None, programs)
 
-    def body(experts: Any, used: Any, x_ref: Any, *refs: Any) -> None:
-        given = iter(refs)
-        lists = [[next(given) for _ in arrays] for arrays in (parts, numbers, weights, biases)]
-        place = lax.axis_index("group"), lax.axis_index("program")
-        run_group(sizes, finish, ProductRefs._make((experts, used, x_ref, *lists, *given, *place)))
-
     padding = sizes.tiles_in_row * sizes.tile_columns - columns
     biases = [jnp.pad(bias, ((0, 0), (0, padding))) for bias in biases]
     groups, weight_shape = sizes.groups, sizes.oriented(sizes.product_columns, DEPTH)
-    scratch: list[Any] = [
-        plgpu.SMEM((sizes.slots, groups * OWN_ROWS, DEPTH), x.dtype, transforms=transforms()),
-        plgpu.SMEM((sizes.slots, sizes.products, *weight_shape), x.dtype, transforms=transforms()),
-        plgpu.SMEM((groups, 2, OWN_ROWS, PIECE), x.dtype, transforms=transforms()),
-        plgpu.Barrier(num_barriers=sizes.slots),
-        plgpu.Barrier(num_arrivals=len(weights), num_barriers=sizes.slots),
-        plgpu.Barrier(num_arrivals=groups, num_barriers=sizes.slots),
-    ]
-    run = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((len(block_expert) * block_rows, columns), x.dtype),
-        grid=(sizes.programs,), grid_names=("program",), num_threads=groups + 1, thread_name="group",
-        scratch_types=scratch, **({} if interpret is None else {"interpret": interpret}),
-    )  # fmt: skip
-    return run(block_expert, used, x, *parts, *numbers, *weights, *biases)
+    inputs = {
+        "experts": block_expert, "used": used, "x": x, "parts": parts, "numbers": numbers, "weights": [*weights],
+        "biases": biases,
+    }  # fmt: skip
+    scratch = {
+        # Steps of rows and of weights, and pieces of the result.
+        "x_tiles": plgpu.SMEM((sizes.slots, groups * OWN_ROWS, DEPTH), x.dtype, transforms=transforms()),
+        "w_tiles": plgpu.SMEM((sizes.slots, sizes.products, *weight_shape), x.dtype, transforms=transforms()),
+        "out_tiles": plgpu.SMEM((groups, 2, OWN_ROWS, PIECE), x.dtype, transforms=transforms()),
+        # For each slot of a step, barriers of copies of rows, of weights, and of products.
+        "x_copied": plgpu.Barrier(num_barriers=sizes.slots),
+        "w_copied": plgpu.Barrier(num_arrivals=len(weights), num_barriers=sizes.slots),
+        "consumed": plgpu.Barrier(num_arrivals=groups, num_barriers=sizes.slots),
+    }
+    out = jax.ShapeDtypeStruct((len(block_expert) * block_rows, columns), x.dtype)
+    run = functools.partial(run_group, sizes, finish)
+    return run_kernel(run, inputs, {"out": out}, scratch, {"program": sizes.programs}, groups + 1, interpret)[0]
 
 
-def run_group(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs) -> None:
+def run_group(sizes: ProductSizes, finish: KernelTrace, refs: Any) -> None:
     """Run a warpgroup of a program: the last one copies, the others multiply."""
     tiles = refs.used[0] * sizes.tiles_in_row
     num_tiles = lax.div(tiles - refs.program + sizes.programs - 1, sizes.programs)
@@ -282,9 +249,9 @@ def run_group(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs) -> No
         plgpu.wait_smem_to_gmem(0)
 
 
-def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs, tile: AnyArray) -> None:
+def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: Any, tile: AnyArray) -> None:
     """Compute the part of a tile that a warpgroup has, and write it; without rows, free the steps alone."""
-    block, column = refs.place(sizes, tile)
+    block, column = sizes.place(refs.program, tile)
     first, width = tile * sizes.steps, sizes.tile_columns
     is_filled = functools.reduce(jnp.logical_or, [part[block] > 0 for part in refs.parts], refs.group == 0)
 
@@ -292,12 +259,12 @@ def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs, t
     def _() -> None:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            plgpu.barrier_arrive(refs.consumed.at[refs.await_step(sizes, first + k)])
+            plgpu.barrier_arrive(refs.consumed.at[await_step(sizes, refs, first + k)])
 
     def accumulate(*sums: Any) -> tuple[AnyArray, ...]:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            slot = refs.await_step(sizes, first + k)
+            slot = await_step(sizes, refs, first + k)
             rows = refs.x_tiles.at[slot, pl.ds(refs.group * OWN_ROWS, OWN_ROWS)]
             for p, total in enumerate(sums):
                 weights = refs.w_tiles.at[slot, p]
@@ -319,9 +286,9 @@ def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs, t
         write_tile(sizes, refs, tile, finish(*products)[0].astype(refs.out.dtype))
 
 
-def write_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray, y: AnyArray) -> None:
+def write_tile(sizes: ProductSizes, refs: Any, tile: AnyArray, y: AnyArray) -> None:
     """Write the part of a tile that a warpgroup has, piece by piece through shared memory."""
-    block, column = refs.place(sizes, tile)
+    block, column = sizes.place(refs.program, tile)
     size = min(sizes.rows, OWN_ROWS)
     rows, first = pl.ds(block * sizes.rows + refs.group * OWN_ROWS, size), column * sizes.tile_columns
     for piece in range(sizes.tile_columns // PIECE):
@@ -332,9 +299,9 @@ def write_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray, y: AnyArr
         plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, size)], refs.out.at[rows, pl.ds(first + piece * PIECE, PIECE)])
 
 
-def copy_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray) -> None:
+def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
     """Copy the steps of a tile to shared memory, each once its slot is free."""
-    block, column = refs.place(sizes, tile)
+    block, column = sizes.place(refs.program, tile)
     expert, rows = refs.experts[block], pl.ds(block * sizes.rows, sizes.rows)
     own, width = [load(ref.at[rows], row_layout(), optimized=False) for ref in refs.numbers], sizes.tile_columns
 
@@ -363,7 +330,7 @@ def copy_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray) -> None:
                 plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, sizes.slots)])
 
 
-def await_end(sizes: ProductSizes, refs: ProductRefs, end: AnyArray) -> None:
+def await_end(sizes: ProductSizes, refs: Any, end: AnyArray) -> None:
     """Announce the rows of the last steps, and wait until all steps have been multiplied."""
     for left in range(LAG, 0, -1) if sizes.is_gathered else ():
 

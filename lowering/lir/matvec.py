@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
 
 AnyArray = Any
@@ -192,22 +190,16 @@ class WeightTiles:
     Attributes:
         tiling: how the weight is divided.
         source: `(part, row, line) → reference` to the entries of a tile, from its first row and line on.
-        x: shared memory for x `[lines, width]`.
-        buffers: shared memory for the tiles `[slots, parts, tile rows, tile lines, width]`.
-        copied: a barrier for each slot, which its copies complete.
-        first: the first tile of rows of the program.
-        num_steps: the number of tiles that it reads.
+        refs: shared memory for x `[lines, width]` and for the `tiles` `[slots, parts, tile rows, tile lines, width]`, a
+            barrier for each slot, which its copies complete (`copied`), and the first tile of rows of the program and
+            the end.
         layouts: where entries are.
         factor: `chunk → number`, which multiplies the products of a tile; None for 1.
     """
 
     tiling: Tiling
     source: Callable[[int, AnyArray, AnyArray], Any]
-    x: Any
-    buffers: Any
-    copied: Any
-    first: AnyArray
-    num_steps: AnyArray
+    refs: Any
     layouts: Layouts
     factor: Callable[[Any], AnyArray] | None = None
 
@@ -219,23 +211,23 @@ class WeightTiles:
 
     def start(self, step: AnyArray) -> None:
         """Start to copy the tile of a step, of every part, if there is one."""
-        t = self.tiling
+        t, refs = self.tiling, self.refs
 
-        @pl.when(step < self.num_steps)
+        @pl.when(step < (refs.last - refs.first) * t.chunks)
         def _() -> None:
             slot = lax.rem(step, t.slots)
-            row, line = (self.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
+            row, line = (refs.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
             for part in range(t.parts):
-                plgpu.copy_gmem_to_smem(self.source(part, row, line), self.buffers.at[slot, part], self.copied.at[slot])
+                plgpu.copy_gmem_to_smem(self.source(part, row, line), refs.tiles.at[slot, part], refs.copied.at[slot])
 
     def store_x(self, x: AnyArray) -> None:
         """Write a row x to shared memory."""
-        self.x[...] = x
+        self.refs.x[...] = x
 
     def load_x(self, chunk: Any) -> AnyArray:
         """Return the values of x for a tile of a row, in float32, for each row of the tile."""
         t, start, layout = self.tiling, self.tiling.first_line(chunk), self.layouts.x
-        part = load(self.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
+        part = load(self.refs.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
         if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
             lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layout)
             part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
@@ -245,8 +237,8 @@ class WeightTiles:
         """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
         t, step = self.tiling, tile * self.tiling.chunks + chunk
         slot = lax.rem(step, t.slots)
-        plgpu.barrier_wait(self.copied.at[slot])
-        tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
+        plgpu.barrier_wait(self.refs.copied.at[slot])
+        tiles = (load(self.refs.tiles.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
         if self.factor is not None:
             results = [y * jnp.broadcast_to(self.factor(chunk), y.shape) for y in results]
@@ -280,46 +272,42 @@ def sum_chunks(tiles: Any, tile: AnyArray, only_x: Any, begun: Any, stored: Any 
     return sums, begun
 
 
-def run_program(
-    spec: Matvec, layouts: Layouts, row_refs: Any, entry_refs: Any, out_refs: Any, kept_refs: Any,
-    tiles: WeightTiles | PackedTiles, num_tiles: AnyArray,
-) -> None:  # fmt: skip
+def run_program(spec: Matvec, layouts: Layouts, refs: Any, tiles: WeightTiles | PackedTiles) -> None:
     """Run one program of the kernel: the prologue, and the product and the epilogue for its tiles of rows.
 
     Args:
         spec: the shapes and functions.
         layouts: where entries are.
-        row_refs, entry_refs: the operands of the prologue and of the epilogue.
-        out_refs, kept_refs: the results of the epilogue and of the prologue.
+        refs: operands of the prologue (`rows`) and of the epilogue (`entries`), results of the epilogue (`results`) and
+            of the prologue (`kept`), and the first tile of rows and the end.
         tiles: the tiles of the weight.
-        num_tiles: the number of tiles of rows of the program.
     """
     t = spec.tiling
     begun: Any = tiles.begin()
-    rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
+    rows = [load(ref, layout=layouts.row, optimized=False) for ref in refs.rows]
     x, *kept = spec.prologue(*rows, axis=0 if layouts.is_repeated else None)
     stored: Any = tiles.store_x(x)
-    for ref, row in zip(kept_refs, kept, strict=True):
+    for ref, row in zip(refs.kept, kept, strict=True):
 
-        @pl.when(lax.axis_index("program") == 0)
+        @pl.when(refs.program == 0)
         def _(ref: Any = ref, row: AnyArray = row) -> None:
             ref[...] = row
 
     only_x = tiles.load_x(0) if t.chunks == 1 else None
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
-        out_rows = pl.ds((tiles.first + tile) * t.tile_rows, t.tile_rows)
-        operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in entry_refs]
+        out_rows = pl.ds((refs.first + tile) * t.tile_rows, t.tile_rows)
+        operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in refs.entries]
 
         sums, begun = sum_chunks(tiles, tile, only_x, begun, stored)
         # After the last chunk, as an infinite unit times the 0 of another chunk is NaN.
         sums = sums if stored is None else [y * jnp.broadcast_to(stored[0], y.shape) for y in sums]
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
-        for ref, y in zip(out_refs, results, strict=True):
+        for ref, y in zip(refs.results, results, strict=True):
             ref[out_rows] = y
         return begun
 
-    lax.fori_loop(0, num_tiles, multiply, begun)
+    lax.fori_loop(0, refs.last - refs.first, multiply, begun)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
@@ -341,65 +329,51 @@ def matvec(
     t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
     arrays = t.views(weight) if isinstance(t, PackedTiling) else [weight.reshape(-1, t.lines, t.width)]
 
-    def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        row_refs, weight_refs, entry_refs, out_refs, kept_refs, buffers = refs
+    def program(refs: Any) -> None:
         tiles: WeightTiles | PackedTiles
         if isinstance(t, PackedTiling):
-            tiles = PackedTiles(t, weight_refs, buffers, first, last, interpret is not None)
+            tiles = PackedTiles(t, refs, interpret is not None)
         else:
-            (weight_ref,), (x_ref, slots, copied) = weight_refs, buffers
 
             def source(part: int, row: AnyArray, line: AnyArray) -> Any:
-                return weight_ref.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
+                return refs.weight[0].at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
 
-            tiles = WeightTiles(t, source, x_ref, slots, copied, first, (last - first) * t.chunks, layouts)
-        run_program(spec, layouts, row_refs, entry_refs, out_refs, kept_refs, tiles, last - first)
+            tiles = WeightTiles(t, source, refs, layouts)
+        run_program(spec, layouts, refs, tiles)
 
-    scratch: list[Any]
-    if isinstance(t, PackedTiling):
-        scratch = [plgpu.SMEM(t.x_shape, jnp.int8)] * 4
-    else:
-        scratch = scratch_of(t, x_dtype, weight.dtype)
-    outputs = [[((t.rows,), dtype) for dtype in spec.out_dtypes], [(t.x_shape, dtype) for dtype in kept]]
-    operands = [[row.reshape(t.x_shape) for row in rows], arrays, [e.reshape(-1) for e in entries]]
-    return [r.reshape(-1) for r in run_kernel(t, program, operands, outputs, scratch, interpret)]
+    bytes_of_x = {"x_bytes": [plgpu.SMEM(t.x_shape, jnp.int8)] * 4}
+    scratch = bytes_of_x if isinstance(t, PackedTiling) else scratch_of(t, x_dtype, weight.dtype)
+    outputs = {
+        "results": [jax.ShapeDtypeStruct((t.rows,), dtype) for dtype in spec.out_dtypes],
+        "kept": [jax.ShapeDtypeStruct(t.x_shape, dtype) for dtype in kept],
+    }
+    entry_rows = [e.reshape(-1) for e in entries]
+    inputs = {"rows": [row.reshape(t.x_shape) for row in rows], "weight": arrays, "entries": entry_rows}
+    return [r.reshape(-1) for r in run_tiles(t, program, inputs, outputs, scratch, interpret)]
 
 
-def scratch_of(t: Tiling, x_dtype: Any, dtype: Any) -> list[Any]:
-    """Return the shared memory of a program for x and tiles, and the barriers of copies."""
+def scratch_of(t: Tiling, x_dtype: Any, dtype: Any) -> dict[str, Any]:
+    """Return the shared memory of a program for x and tiles, and for each slot of one a barrier of its copies."""
     tiles = plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), dtype)
-    return [plgpu.SMEM(t.x_shape, x_dtype), tiles, plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots)]
+    copied = plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots)
+    return {"x": plgpu.SMEM(t.x_shape, x_dtype), "tiles": tiles, "copied": copied}
 
 
-def run_kernel(
-    t: Any, program: Callable[..., None], operands: Sequence[Sequence[AnyArray]], outputs: Sequence[Sequence[Any]],
-    scratch: Sequence[Any], interpret: Any, **threads: Any,
+def run_tiles(
+    t: Any, program: Callable[[Any], None], inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any], interpret: Any, groups: int = 0,
 ) -> Any:  # fmt: skip
     """Run a kernel whose programs have an equal number of tiles of rows, or one more, and return its results.
 
     Args:
         t: how the weight is divided.
-        program: a program, of its first tile of rows, the one after its last, and the references of each list of
-            operands, of each list of outputs, and of the scratch.
-        operands, outputs: lists of arrays, and of shapes and dtypes.
-        scratch: the types of its shared memory and barriers.
-        interpret: parameters of Mosaic's interpreter; None to compile.
-        threads: names and numbers of the warpgroups of a program.
+        program: a program; `first` and `last` of its argument are its first tile of rows and the one after its last.
+        inputs, outputs, scratch, interpret, groups: as in `run_kernel`.
     """
-    ends = np.cumsum([0, *map(len, (*operands, *outputs))])
 
-    def body(*refs: Any) -> None:
-        index, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
-        first, last = index * num_tiles // t.programs, (index + 1) * num_tiles // t.programs
-        program(first, last, *(refs[start:end] for start, end in pairwise((*map(int, ends), len(refs)))))
+    def body(refs: Any) -> None:
+        index, num_tiles = refs.program, t.rows // t.tile_rows
+        refs.first, refs.last = index * num_tiles // t.programs, (index + 1) * num_tiles // t.programs
+        program(refs)
 
-    run = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct(*output) for part in outputs for output in part],
-        grid=(t.programs,),
-        grid_names=("program",),
-        scratch_types=scratch,
-        **({} if interpret is None else {"interpret": interpret}),
-        **threads,
-    )
-    return run(*(array for part in operands for array in part))
+    return run_kernel(body, inputs, outputs, scratch, {"program": t.programs}, groups, interpret)

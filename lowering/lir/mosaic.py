@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
 import numpy as np
+from jax import lax
 
 __all__ = [
     "LazyModule",
@@ -21,6 +24,7 @@ __all__ = [
     "number",
     "pl",
     "plgpu",
+    "run_kernel",
     "transforms",
     "vector",
     "wait_for_rows",
@@ -48,6 +52,47 @@ else:
     ir, mgpu = LazyModule("jaxlib.mlir.ir"), LazyModule("jax.experimental.mosaic.gpu")
     arith, llvm, vector = (LazyModule(f"jaxlib.mlir.dialects.{name}") for name in ("arith", "llvm", "vector"))
     pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.mosaic_gpu")
+
+
+def run_kernel(
+    body: Callable[[Any], None], inputs: Mapping[str, Any], outputs: Mapping[str, Any], scratch: Mapping[str, Any],
+    grid: Mapping[str, int], groups: int = 0, interpret: Any = None, **params: Any,
+) -> Any:  # fmt: skip
+    """Run a kernel and return its results in order.
+
+    Args:
+        body: a program. Its argument has by name what `inputs`, `outputs` and `scratch` name as references, and the
+            place of the program: its number along each axis of the grid, and `group`, the number of the warpgroup.
+        inputs: arrays, or lists of arrays.
+        outputs: arrays with the shapes and dtypes of the results, or lists of them.
+        scratch: types of shared memory and barriers.
+        grid: the number of programs along each axis.
+        groups: the warpgroups of a program; 0 for one that needs no number.
+        interpret: parameters of Mosaic's interpreter; None to compile.
+        params: fields of `plgpu.CompilerParams`.
+    """
+    named, axes = {**inputs, **outputs, **scratch}, (*(["group"] if groups else []), *grid)
+
+    def flat(values: Mapping[str, Any]) -> list[Any]:
+        return [x for value in values.values() for x in (value if isinstance(value, list) else [value])]
+
+    def program(*refs: Any) -> None:
+        left = iter(refs)
+        own = {k: [next(left) for _ in v] if isinstance(v, list) else next(left) for k, v in named.items()}
+        body(SimpleNamespace(**own, **{axis: lax.axis_index(axis) for axis in axes}))
+
+    threads: dict[str, Any] = {"num_threads": groups, "thread_name": "group"} if groups else {}
+    run = plgpu.kernel(
+        program,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat(outputs)],
+        scratch_types=flat(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(**params),
+        interpret=interpret,
+        **threads,
+    )
+    return run(*flat(inputs))
 
 
 def load(ref: Any, layout: Any, optimized: bool = True) -> Any:

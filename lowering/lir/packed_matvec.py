@@ -174,27 +174,23 @@ class PackedTiles:
 
     Attributes:
         tiling: how the weight is divided.
-        arrays: its arrays as `PackedTiling.views` returns them.
-        x_bytes: shared memory for the upper and the lower bytes of x, and of what they leave.
-        first, last: the first tile of rows of the program, and the one after its last.
+        refs: its arrays as `PackedTiling.views` returns them (`weight`), shared memory for the upper and the lower
+            bytes of x, and of what they leave (`x_bytes`), and the first tile of rows of the program and the end.
         interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
     """
 
     tiling: PackedTiling
-    arrays: Sequence[Any]
-    x_bytes: Sequence[Any]
-    first: AnyArray
-    last: AnyArray
+    refs: Any
     interpret: bool
 
     def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
         """Return the arrays of a tile for each part: codes and scales, the words of a block each alone."""
         t, layout = self.tiling, self.tiling.layout
-        start = (self.first + tile) * t.tile_rows
+        start = (self.refs.first + tile) * t.tile_rows
         blocks, parts = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
         for part in range(t.parts):
             rows = pl.ds(part * t.rows + start, t.tile_rows)
-            codes, scales = (array.at[rows, blocks] for array in self.arrays)
+            codes, scales = (array.at[rows, blocks] for array in self.refs.weight)
             if SCHEMES[t.scheme].six_bits:
                 reads = [(scales.at[:, :, i], layout.reduce((2, 3))) for i in range(4)]
             else:
@@ -225,8 +221,8 @@ class PackedTiles:
             refs[0][...] = upper.astype(jnp.int8)
             refs[1][...] = (integers - (upper << 8)).astype(jnp.int8)
 
-        store(coarse, self.x_bytes[:2])
-        pl.when(has_fine)(lambda: store(rounded(rest * jnp.float32(1 / FINE)), self.x_bytes[2:]))
+        store(coarse, self.refs.x_bytes[:2])
+        pl.when(has_fine)(lambda: store(rounded(rest * jnp.float32(1 / FINE)), self.refs.x_bytes[2:]))
         return largest / MAX_X + 0 * excess, has_fine  # NaN if an entry is: not every maximum is NaN then
 
     def load_x(self, chunk: Any, first: int = 0) -> list[list[AnyArray]]:
@@ -239,7 +235,7 @@ class PackedTiles:
         t, packing = self.tiling, SCHEMES[self.tiling.scheme]
         blocks, layout = pl.ds(chunk * t.tile_blocks, t.tile_blocks), t.layout.reduce(0)
         halves = [(blocks, h) if t.form.by_block else (blocks, slice(None), h) for h in range(t.form.halves)]
-        refs = self.x_bytes[first : first + 2]
+        refs = self.refs.x_bytes[first : first + 2]
         parts = [[load(ref.at[half], layout=layout, optimized=False) for ref in refs] for half in halves]
         return [[*part, self.dot(None, part)] if packing.zero or packing.minimum else part for part in parts]
 
@@ -349,7 +345,7 @@ def read_ahead(tiles: Any, tile: AnyArray, chunk: Any, arrays: Sequence[Sequence
     wraps = (chunk + 1) // chunks
     fetch = functools.partial(tiles.fetch, tile + wraps, chunk + 1 - wraps * chunks)
     parts: list[list[AnyArray]] = lax.cond(
-        tiles.first + tile + wraps < tiles.last, fetch, lambda: [list(part) for part in arrays]
+        tiles.refs.first + tile + wraps < tiles.refs.last, fetch, lambda: [list(part) for part in arrays]
     )
     return parts
 

@@ -25,7 +25,19 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES, Scheme
 from rlx_jax.lowering.lir.implementations import few_rows, with_reference
-from rlx_jax.lowering.lir.mosaic import emit_asm, ir, llvm, load, mgpu, pl, plgpu, transforms, vector, wait_for_rows
+from rlx_jax.lowering.lir.mosaic import (
+    emit_asm,
+    ir,
+    llvm,
+    load,
+    mgpu,
+    pl,
+    plgpu,
+    run_kernel,
+    transforms,
+    vector,
+    wait_for_rows,
+)
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
 from rlx_jax.lowering.lir.tile_decoder import STEP, TILE, Decoder, code_layout
 
@@ -90,6 +102,11 @@ class Division(NamedTuple):
         """Return the tiles of `TILE` bytes of codes of a step."""
         return STEP * self.bits // 8 // TILE
 
+    def place(self, program: AnyArray, number: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Return the tile and the part that a program computes as its `number`-th."""
+        unit = program + number * self.programs
+        return lax.div(unit, self.parts), lax.rem(unit, self.parts)
+
 
 def divide(rows: int, height: int, width: int, bits: int, programs: int = PROGRAMS) -> Division:
     """Return the division of a product by which the busiest multiprocessor reads and writes the fewest bytes."""
@@ -105,41 +122,6 @@ def divide(rows: int, height: int, width: int, bits: int, programs: int = PROGRA
                 best = cost, Division(size, width, tiles, wide, deep, parts, used, bits, slots)
     assert best is not None
     return best[1]
-
-
-class Refs(NamedTuple):
-    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
-
-    Attributes:
-        x, codes, scales, out: the operands and the result.
-        x_tiles, code_tiles: shared memory for steps of x and of codes, of `TILE` columns each.
-        sums: shared memory for sums that another warpgroup adds.
-        decoded: decoded values of each warpgroup, in the interpreter alone.
-        x_copied, codes_copied, consumed: for each slot of a step, a barrier of its copies, and of products.
-        summed, added: barriers of sums that are written, and read.
-        group, program: the number of the warpgroup, and of the program.
-    """
-
-    x: Any
-    codes: Any
-    scales: Any
-    out: Any
-    x_tiles: Any
-    code_tiles: Any
-    sums: Any
-    decoded: Any
-    x_copied: Any
-    codes_copied: Any
-    consumed: Any
-    summed: Any
-    added: Any
-    group: Any
-    program: Any
-
-    def place(self, d: Division, number: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """Return the tile and the part that the program computes as its `number`-th."""
-        unit = self.program + number * d.programs
-        return lax.div(unit, d.parts), lax.rem(unit, d.parts)
 
 
 def multiply_tiles(x: AnyArray, w: PackedWeight, interpret: Any = None) -> AnyArray:
@@ -160,30 +142,29 @@ def run_tiles(
         x = jnp.pad(x, ((0, d.rows - rows), (0, 0))).reshape(d.rows, -1, *(sizes[axis] for axis in order))
         x = x.transpose(0, 1, *(2 + order.index(axis) for axis in "hquve")).reshape(d.rows, -1)
 
-    def body(*refs: Any) -> None:
-        place = lax.axis_index("group"), lax.axis_index("program")
-        run_group(d, decoder, rows, Refs._make((*refs, *place)))
-
-    scratch: list[Any] = [
-        plgpu.SMEM((d.slots, 2, d.rows, TILE), x.dtype, transforms=transforms()),
-        plgpu.SMEM((d.slots, d.code_tiles, d.features, TILE), codes.dtype),
-        plgpu.SMEM((d.features, d.rows if d.deep > 1 else 1), jnp.float32),
-        plgpu.SMEM((d.wide * d.deep, TILE, TILE) if decoder.interprets else (1, 1, 8), x.dtype),
-        plgpu.Barrier(num_arrivals=2 if decoder.interprets else 1, num_barriers=d.slots),
-        plgpu.Barrier(num_arrivals=d.code_tiles, num_barriers=d.slots),
-        plgpu.Barrier(num_arrivals=d.wide * d.deep, num_barriers=d.slots),
-        plgpu.Barrier(num_arrivals=d.wide),
-        plgpu.Barrier(num_arrivals=d.wide),
-    ]
-    run = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((d.parts, d.rows, d.tiles * d.features), jnp.float32), grid=(d.programs,),
-        grid_names=("program",), num_threads=d.wide * d.deep + 1, thread_name="group", scratch_types=scratch,
-        **({"interpret": interpret} if decoder.interprets else {}),
+    groups, barrier = d.wide * d.deep, plgpu.Barrier
+    scratch = {
+        # Steps of x and of codes, of `TILE` columns each, sums that another warpgroup adds, and decoded values of each
+        # warpgroup, in the interpreter alone.
+        "x_tiles": plgpu.SMEM((d.slots, 2, d.rows, TILE), x.dtype, transforms=transforms()),
+        "code_tiles": plgpu.SMEM((d.slots, d.code_tiles, d.features, TILE), codes.dtype),
+        "sums": plgpu.SMEM((d.features, d.rows if d.deep > 1 else 1), jnp.float32),
+        "decoded": plgpu.SMEM((groups, TILE, TILE) if decoder.interprets else (1, 1, 8), x.dtype),
+        # For each slot of a step, barriers of its copies and of products; barriers of sums that are written, and read.
+        "x_copied": barrier(num_arrivals=2 if decoder.interprets else 1, num_barriers=d.slots),
+        "codes_copied": barrier(num_arrivals=d.code_tiles, num_barriers=d.slots),
+        "consumed": barrier(num_arrivals=groups, num_barriers=d.slots),
+        "summed": barrier(num_arrivals=d.wide), "added": barrier(num_arrivals=d.wide),
+    }  # fmt: skip
+    out = jax.ShapeDtypeStruct((d.parts, d.rows, d.tiles * d.features), jnp.float32)
+    (sums,) = run_kernel(
+        functools.partial(run_group, d, decoder, rows), {"x": x, "codes": codes, "scales": scales}, {"out": out},
+        scratch, {"program": d.programs}, groups + 1, interpret,
     )  # fmt: skip
-    return run(x, codes, scales).sum(axis=0)[:rows]
+    return sums.sum(axis=0)[:rows]
 
 
-def run_group(d: Division, decoder: Decoder, rows: int, refs: Refs) -> None:
+def run_group(d: Division, decoder: Decoder, rows: int, refs: Any) -> None:
     """Run a warpgroup of a program: the last one copies, the others decode and multiply."""
     units = d.tiles * d.parts
     count = lax.div(units - refs.program + d.programs - 1, d.programs)
@@ -205,9 +186,9 @@ def run_group(d: Division, decoder: Decoder, rows: int, refs: Refs) -> None:
         pl.loop(0, count)(functools.partial(multiply_unit, d, decoder, refs, count))
 
 
-def multiply_unit(d: Division, decoder: Decoder, refs: Refs, count: AnyArray, unit: AnyArray) -> None:
+def multiply_unit(d: Division, decoder: Decoder, refs: Any, count: AnyArray, unit: AnyArray) -> None:
     """Compute the features and the columns that a warpgroup has of a part of a tile, and write their sums."""
-    (tile, part), feature, half = refs.place(d, unit), lax.rem(refs.group, d.wide), lax.div(refs.group, d.wide)
+    (tile, part), feature, half = d.place(refs.program, unit), lax.rem(refs.group, d.wide), lax.div(refs.group, d.wide)
     first, own = tile * d.features + feature * TILE, pl.ds(feature * TILE, TILE)
     pieces = [0, 1] if d.deep == 1 else [half]
 
@@ -282,10 +263,10 @@ def store(decoder: Decoder, out: Any, height: int, first: AnyArray, sums: AnyArr
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(out, first, sums)
 
 
-def copy_step(d: Division, decoder: Decoder, rows: int, refs: Refs, step: AnyArray) -> None:
+def copy_step(d: Division, decoder: Decoder, rows: int, refs: Any, step: AnyArray) -> None:
     """Copy a step to shared memory, once its slot is free."""
     slot, unit = lax.rem(step, d.slots), lax.div(step, d.steps)
-    tile, part = refs.place(d, unit)
+    tile, part = d.place(refs.program, unit)
     features, column = pl.ds(tile * d.features, d.features), (part * d.steps + lax.rem(step, d.steps)) * STEP
 
     @pl.when(step >= d.slots)
@@ -303,7 +284,7 @@ def copy_step(d: Division, decoder: Decoder, rows: int, refs: Refs, step: AnyArr
         plgpu.copy_gmem_to_smem(source, refs.x_tiles.at[slot, i], refs.x_copied.at[slot])
 
 
-def announce_x(d: Division, refs: Refs, step: AnyArray, begun: int) -> None:
+def announce_x(d: Division, refs: Any, step: AnyArray, begun: int) -> None:
     """Wait until the rows of x of a step have been copied, after which `begun` were begun, and say so."""
     wait_for_rows(begun)
     plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step, d.slots)])

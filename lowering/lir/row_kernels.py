@@ -18,7 +18,7 @@ from jax import lax
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
 from rlx_jax.lowering.lir.recurrent import MAX_TAPS, STATE_COLUMNS, one_token
 
 AnyArray = Any
@@ -60,27 +60,27 @@ def update_states(
     batch, heads, keys, values = state.shape
     times = heads // k.shape[1]
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any) -> None:
-        n, h, b = (lax.axis_index(name) for name in ("part", "head", "row"))
-        columns, tile = pl.ds(n * STATE_COLUMNS, STATE_COLUMNS), state_layout()
+    def body(refs: Any) -> None:
+        h, b = refs.head, refs.row
+        columns, tile = pl.ds(refs.part * STATE_COLUMNS, STATE_COLUMNS), state_layout()
         spread = functools.partial(lax.broadcast_in_dim, shape=(keys, STATE_COLUMNS))
-        old = load(state.at[b, h, :, columns], tile, optimized=False)
-        vectors = [load(x.at[b, h // times], tile.reduce(1), optimized=False) for x in (q, k)]
-        value = load(v.at[b, h, columns], tile.reduce(0), optimized=False).astype(jnp.float32)
+        old = load(refs.state.at[b, h, :, columns], tile, optimized=False)
+        vectors = [load(x.at[b, h // times], tile.reduce(1), optimized=False) for x in (refs.q, refs.k)]
+        value = load(refs.v.at[b, h, columns], tile.reduce(0), optimized=False).astype(jnp.float32)
         query, key = (spread(x.astype(jnp.float32), broadcast_dimensions=(0,)) for x in vectors)
-        old = old * jnp.exp(g[b, h].astype(jnp.float32))
-        change = beta[b, h].astype(jnp.float32) * (value - (old * key).sum(axis=0))
+        old = old * jnp.exp(refs.g[b, h].astype(jnp.float32))
+        change = refs.beta[b, h].astype(jnp.float32) * (value - (old * key).sum(axis=0))
         new = old + key * spread(change, broadcast_dimensions=(1,))
-        state[b, h, :, columns] = new
-        out[b, h, columns] = (scale * (new * query).sum(axis=0)).astype(out.dtype)
+        refs.state[b, h, :, columns] = new
+        refs.out[b, h, columns] = (scale * (new * query).sum(axis=0)).astype(v.dtype)
 
-    run = plgpu.kernel(
-        kernel, out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), grid=(values // STATE_COLUMNS, heads, batch),
-        grid_names=("part", "head", "row"), compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **({} if interpret is None else {"interpret": interpret}),
-    )  # fmt: skip
     ref = jax.new_ref(state)
-    return run(q, k, v, g, beta, ref), jax.freeze(ref)
+    (out,) = run_kernel(
+        body, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": ref}, {"out": v},
+        {}, {"part": values // STATE_COLUMNS, "head": heads, "row": batch}, interpret=interpret,
+        unsafe_no_auto_barriers=True,
+    )  # fmt: skip
+    return out, jax.freeze(ref)
 
 
 def token_layout(width: int) -> Any:
@@ -116,53 +116,51 @@ def convolve(
     def spread(x: AnyArray, axis: int) -> AnyArray:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (size, width), (axis,)), layout)
 
-    def kernel(x: Any, weights: Any, out: Any, tokens_in: Any, tokens_out: Any, copied: Any) -> None:
-        program, h, b = (lax.axis_index(name) for name in ("program", "head", "row"))
-        columns, source = (pl.ds(start + h * width, width) for start in (0, first))
+    def body(refs: Any) -> None:
+        columns, source = (pl.ds(start + refs.head * width, width) for start in (0, first))
 
         def copy(block: AnyArray, slot: AnyArray) -> None:
-            place = b, pl.ds((program * blocks + block) * size - before, rows), source
-            plgpu.copy_gmem_to_smem(x.at[place], tokens_in.at[slot, pl.ds(0, rows)], copied.at[slot])
+            place = refs.row, pl.ds((refs.program * blocks + block) * size - before, rows), source
+            plgpu.copy_gmem_to_smem(refs.x.at[place], refs.tokens_in.at[slot, pl.ds(0, rows)], refs.copied.at[slot])
 
         for slot in range(min(SLOTS, blocks)):
             copy(jnp.int32(slot), jnp.int32(slot))
-        rates = [load(weights.at[j, columns], layout.reduce((0,)), optimized=False) for j in range(taps)]
+        rates = [load(refs.weights.at[j, columns], layout.reduce((0,)), optimized=False) for j in range(taps)]
 
         @pl.loop(0, blocks)
         def _(block: AnyArray) -> None:
             slot = lax.rem(block, SLOTS)
-            plgpu.barrier_wait(copied.at[slot])
+            plgpu.barrier_wait(refs.copied.at[slot])
             y = jnp.float32(0)
             for j, rate in enumerate(rates):
-                row = load(tokens_in.at[slot, pl.ds(j, size)], layout, optimized=False)
+                row = load(refs.tokens_in.at[slot, pl.ds(j, size)], layout, optimized=False)
                 y = y + row.astype(jnp.float32) * spread(rate, 1)
             y = y.astype(dtype).astype(jnp.float32)
             y = (y * jax.nn.sigmoid(y)).astype(dtype)
             if unit is not None:
                 y = y.astype(jnp.float32)
                 y = (y * spread(lax.rsqrt((y * y).sum(axis=1) + unit), 0)).astype(dtype)
-            target = tokens_out.at[lax.rem(block, 2)]
+            target = refs.tokens_out.at[lax.rem(block, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             target[...] = y
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(target, out.at[b, pl.ds((program * blocks + block) * size, size), columns])
+            tokens_of_block = pl.ds((refs.program * blocks + block) * size, size)
+            plgpu.copy_smem_to_gmem(target, refs.out.at[refs.row, tokens_of_block, columns])
             pl.when(block + SLOTS < blocks)(lambda: copy(block + SLOTS, slot))
 
         plgpu.wait_smem_to_gmem(0)
 
-    run = plgpu.kernel(
-        kernel, out_type=jax.ShapeDtypeStruct((batch, tokens, heads * width), dtype),
-        grid=(-(-tokens // (size * blocks)), heads, batch), grid_names=("program", "head", "row"),
-        scratch_types=[
-            plgpu.SMEM((SLOTS, size + MAX_TAPS - 1, width), dtype), plgpu.SMEM((2, size, width), dtype),
-            plgpu.Barrier(num_barriers=SLOTS),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+    (out,) = run_kernel(
+        body, {"x": mixed, "weights": weights}, {"out": jax.ShapeDtypeStruct((batch, tokens, heads * width), dtype)},
+        {
+            "tokens_in": plgpu.SMEM((SLOTS, size + MAX_TAPS - 1, width), dtype),
+            "tokens_out": plgpu.SMEM((2, size, width), dtype),
+            "copied": plgpu.Barrier(num_barriers=SLOTS),
+        },
+        {"program": -(-tokens // (size * blocks)), "head": heads, "row": batch}, interpret=interpret, approx_math=True,
+        unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane,
     )  # fmt: skip
-    return run(mixed, weights).reshape(batch, tokens, heads, width)
+    return out.reshape(batch, tokens, heads, width)
 
 
 def entry_layout() -> Any:
@@ -186,24 +184,22 @@ def select(count: int, rows: AnyArray, interpret: Any = None) -> list[AnyArray]:
         """Return integers in the order of the floats with these bits, or those bits: it is its own inverse."""
         return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
-    def kernel(x: Any, values: Any, ids: Any) -> None:
-        own = pl.ds(lax.axis_index("program") * SELECTING_ROWS, SELECTING_ROWS)
-        tile = entry_layout()
+    def body(refs: Any) -> None:
+        own, tile = pl.ds(refs.program * SELECTING_ROWS, SELECTING_ROWS), entry_layout()
         spread = functools.partial(lax.broadcast_in_dim, shape=(SELECTING_ROWS, size), broadcast_dimensions=(0,))
-        keys = flipped(lax.bitcast_convert_type(load(x.at[own], tile, optimized=False), jnp.int32))
+        keys = flipped(lax.bitcast_convert_type(load(refs.x.at[own], tile, optimized=False), jnp.int32))
         keys = jnp.maximum(keys, chosen + 1)
         left = size - plgpu.broadcasted_iota(jnp.int32, keys.shape, 1, layout=tile)  # most for the first of equal ones
         for i in range(count):
             top = keys.max(axis=1)
             first = jnp.where(keys == spread(top), left, 0).max(axis=1)
             keys = jnp.where(left == spread(first), chosen, keys)
-            values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
-            ids[own, i] = size - first
+            refs.values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
+            refs.ids[own, i] = size - first
 
-    run = plgpu.kernel(
-        kernel, out_type=[jax.ShapeDtypeStruct((len(rows), count), dtype) for dtype in (jnp.float32, jnp.int32)],
-        grid=(len(rows) // SELECTING_ROWS,), grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **({} if interpret is None else {"interpret": interpret}),
+    results: list[AnyArray] = run_kernel(
+        body, {"x": rows},
+        {n: jax.ShapeDtypeStruct((len(rows), count), d) for n, d in (("values", jnp.float32), ("ids", jnp.int32))},
+        {}, {"program": len(rows) // SELECTING_ROWS}, interpret=interpret, unsafe_no_auto_barriers=True,
     )  # fmt: skip
-    return list(run(rows))
+    return results

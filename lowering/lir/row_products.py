@@ -18,7 +18,7 @@ from jax import lax
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.matvec import Matvec, run_kernel, sum_chunks
+from rlx_jax.lowering.lir.matvec import Matvec, run_tiles, sum_chunks
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
 from rlx_jax.lowering.lir.row_instructions import COLUMNS, GROUP, TILE_ROWS, factor_layout, product
@@ -174,19 +174,13 @@ class RowTiles:
 
     Attributes:
         tiling: how the weight is divided.
-        x: the rows of x, in shared memory if ops before the product compute them.
-        arrays: the arrays of the weight as `RowsTiling.views` returns them.
-        first, last: the first tile of rows of the program, and the one after its last.
-        group: the number of the warpgroup.
+        refs: the rows of `x`, in shared memory if ops before the product compute them, the arrays of the weight as
+            `RowsTiling.views` returns them, the first tile of rows of the program and the end, and its warpgroup.
         interpret: whether the kernel runs in Mosaic's interpreter.
     """
 
     tiling: RowsTiling
-    x: Any
-    arrays: Sequence[Any]
-    first: AnyArray
-    last: AnyArray
-    group: AnyArray
+    refs: Any
     interpret: bool
 
     def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
@@ -194,17 +188,17 @@ class RowTiles:
         t = self.tiling
 
         def read(ref: Any, part: int) -> AnyArray:
-            rows = pl.ds(part * t.rows + (self.first + tile) * TILE_ROWS, TILE_ROWS)
+            rows = pl.ds(part * t.rows + (self.refs.first + tile) * TILE_ROWS, TILE_ROWS)
             size = ref.shape[1] // t.chunks // t.warpgroups
             layout = t.code_layout if len(ref.shape) == 3 else factor_layout(size, ref.dtype.itemsize)
-            return load(ref.at[rows, pl.ds((self.group * t.chunks + chunk) * size, size)], layout, optimized=False)
+            return load(ref.at[rows, pl.ds((self.refs.group * t.chunks + chunk) * size, size)], layout, optimized=False)
 
-        return [[read(ref, part) for ref in self.arrays] for part in range(t.parts)]
+        return [[read(ref, part) for ref in self.refs.weight] for part in range(t.parts)]
 
     def load_x(self, chunk: Any) -> AnyArray:
         """Return the rows of x for the columns of a tile."""
         t = self.tiling
-        part = self.x.at[:, pl.ds((self.group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
+        part = self.refs.x.at[:, pl.ds((self.refs.group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
         return load(part, t.x_layout, optimized=False)
 
     def step(self, tile: AnyArray, chunk: Any, x: AnyArray, arrays: Any, _: Any) -> tuple[list[AnyArray], Any]:
@@ -213,15 +207,10 @@ class RowTiles:
         return [product(self.tiling, part, x, self.interpret) for part in arrays], following
 
 
-def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyArray, written: Any) -> None:
-    """Compute the ops before the product, each warpgroup for up to `WARPS` rows at once, into shared memory.
+def prepare_rows(spec: Matvec, refs: Any) -> None:
+    """Compute the ops before the product, each warpgroup for up to `WARPS` rows at once, into shared memory `x`.
 
-    Args:
-        spec: the shapes and functions.
-        row_refs: their operands; those without an axis for rows are the same for all.
-        x_ref: shared memory for the rows.
-        group: the number of the warpgroup.
-        written: a barrier that all warpgroups pass when they have written.
+    Operands without an axis for rows are the same for all.
     """
     t = spec.tiling
     shape = (min(WARPS, t.count), *t.x_shape[1:])
@@ -233,60 +222,56 @@ def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyAr
         return lax.broadcast_in_dim(load(ref, layout.reduce(0), optimized=False), shape, range(1, len(shape)))
 
     for start in range(0, t.count, shape[0] * t.warpgroups):
-        first = start + group * shape[0]
+        first = start + refs.group * shape[0]
 
         @pl.when(first < t.count)
         def _(first: AnyArray = first) -> None:
             rows = pl.ds(first, shape[0])
-            (x_ref[rows],) = spec.prologue(*(read(ref, rows) for ref in row_refs), axis=1)
+            (refs.x[rows],) = spec.prologue(*(read(ref, rows) for ref in refs.rows), axis=1)
 
-    plgpu.barrier_arrive(written)
-    plgpu.barrier_wait(written)
+    plgpu.barrier_arrive(refs.written)
+    plgpu.barrier_wait(refs.written)
 
 
-def run_program(
-    spec: Matvec, tiles: RowTiles, row_refs: Sequence[Any], entry_refs: Sequence[Any], out_refs: Sequence[Any],
-    sums_ref: Any, written: Any,
-) -> None:  # fmt: skip
+def run_program(spec: Matvec, tiles: RowTiles, refs: Any, has_ops: bool) -> None:
     """Run one warpgroup of one program: the ops before the product, the product and the epilogue for its tiles of rows.
 
     Args:
         spec: the shapes and functions.
         tiles: the tiles of the weight.
-        row_refs: the operands of the prologue; none if it has no ops.
-        entry_refs, out_refs: the operands and the results of the epilogue.
-        sums_ref: shared memory for the sums of two tiles.
-        written: a barrier that all warpgroups pass when they have written them.
+        refs: operands of the prologue (`rows`) and of the epilogue (`entries`), its results, shared memory for the sums
+            of two tiles, and a barrier that all warpgroups pass when they have `written` them.
+        has_ops: whether the prologue has ops.
     """
     t, layout = spec.tiling, result_layout(spec.tiling.count)
     begun = tiles.fetch(jnp.int32(0), jnp.int32(0))  # before the ops, which wait
-    if row_refs:
-        prepare_rows(spec, row_refs, tiles.x, tiles.group, written)
+    if has_ops:
+        prepare_rows(spec, refs)
     only_x = tiles.load_x(0) if t.chunks == 1 else None
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
-        tile_rows = pl.ds((tiles.first + tile) * TILE_ROWS, TILE_ROWS)
-        operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in entry_refs]
+        tile_rows = pl.ds((refs.first + tile) * TILE_ROWS, TILE_ROWS)
+        operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in refs.entries]
         sums, begun = sum_chunks(tiles, tile, only_x, begun)
         slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
         for part, total in enumerate(sums):
-            sums_ref[slot, part, pl.ds(tiles.group * WARPS, WARPS)] = total
-        plgpu.barrier_arrive(written)
-        plgpu.barrier_wait(written)
+            refs.sums[slot, part, pl.ds(refs.group * WARPS, WARPS)] = total
+        plgpu.barrier_arrive(refs.written)
+        plgpu.barrier_wait(refs.written)
 
-        @pl.when(tiles.group == 0)
+        @pl.when(refs.group == 0)
         def _() -> None:
             def add_warps(part: int) -> AnyArray:
-                warps = (sums_ref.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
+                warps = (refs.sums.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
                 y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
                 return y.astype(spec.product_dtype)
 
-            for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
+            for ref, y in zip(refs.results, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
                 ref[:, tile_rows] = y
 
         return begun
 
-    lax.fori_loop(0, tiles.last - tiles.first, multiply, begun)
+    lax.fori_loop(0, refs.last - refs.first, multiply, begun)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
@@ -314,26 +299,20 @@ def multiply_rows(
 
     has_ops = isinstance(spec.prologue, KernelTrace) and bool(spec.prologue.jaxpr.eqns)
 
-    def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        row_refs, weight_refs, entry_refs, out_refs, (*x_ref, sums_ref, written) = refs
-        x = x_ref[0] if has_ops else row_refs[0]
-        tiles = RowTiles(t, x, weight_refs, first, last, lax.axis_index("group"), interpret is not None)
-        run_program(spec, tiles, row_refs if has_ops else [], entry_refs, out_refs, sums_ref, written)
+    def program(refs: Any) -> None:
+        refs.x = refs.x if has_ops else refs.rows[0]
+        run_program(spec, RowTiles(t, refs, interpret is not None), refs, has_ops)
 
-    scratch = [
-        *([plgpu.SMEM(t.x_shape, jnp.bfloat16)] if has_ops else []),
-        plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
-        plgpu.Barrier(num_arrivals=t.warpgroups),
-    ]
-    operands, outputs = (
-        [
-            [padded(row).reshape(t.x_shape[2 - row.ndim :]) for row in rows],
-            t.views(weight),
-            [padded(e) for e in entries],
-        ],
-        [[((t.count, t.rows), d) for d in spec.out_dtypes]],
-    )
-    results = run_kernel(
-        t, program, operands, outputs, scratch, interpret, num_threads=t.warpgroups, thread_name="group"
-    )
+    inputs = {
+        "rows": [padded(row).reshape(t.x_shape[2 - row.ndim :]) for row in rows],
+        "weight": t.views(weight),
+        "entries": [padded(e) for e in entries],
+    }
+    scratch = {
+        **({"x": plgpu.SMEM(t.x_shape, jnp.bfloat16)} if has_ops else {}),
+        "sums": plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
+        "written": plgpu.Barrier(num_arrivals=t.warpgroups),
+    }
+    outputs = {"results": [jax.ShapeDtypeStruct((t.count, t.rows), d) for d in spec.out_dtypes]}
+    results = run_tiles(t, program, inputs, outputs, scratch, interpret, t.warpgroups)
     return [y[:num_rows] for y in results]
