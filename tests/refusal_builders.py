@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax.encode.classifier import Reranker
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.checkpoint_tensor import BlockArray
 from rlx_jax.ir.graph import TypeCache
@@ -26,6 +27,7 @@ from rlx_jax.models.siglip import Siglip2VisionFlow
 from tests import divided
 from tests import test_attention as attention
 from tests import test_cached_masks as masks
+from tests import test_cross_attention as cross
 from tests import test_cuts as cuts
 from tests import test_decode_stages as stages
 from tests import test_decoder_block as layers
@@ -37,7 +39,10 @@ from tests import test_packed as packing
 from tests import test_packed_models as packed_models
 from tests import test_param_programs as programs
 from tests import test_patching as patching
+from tests import test_self_attention as selves
+from tests import test_siglip2 as naflex
 from tests import test_spec_stage_forms as forms
+from tests import test_vision as pictures
 from tests.ops import o, operand
 from tests.oracles.checkpoints import FIXTURES
 from tests.refusal_names import LLAMA, World
@@ -196,3 +201,33 @@ def as_gguf(t: World, name: str, **fields: Any) -> None:
 def extending(stage: Any) -> str:
     """The program `extend` of a flow of a stage over embedded tokens."""
     return rlx.compile(BIASED.custom(stage), {"e": np.ones((17, 6), np.float32)}, program="extend").text("mir")
+
+
+def everywhere(inputs: Any) -> NoReturn:
+    """Raise what each request of a model that reads inputs raises of these."""
+    lm, told = cross.lm(), list[str]()
+    for call, given in ((lm.generate, cross.PROMPTS), (lm.prefill, cross.TOKENS), (lm.logits, cross.TOKENS)):
+        with pytest.raises(RlxError) as caught:
+            call(given, inputs=inputs)
+        told.append(str(caught.value))
+    assert len(set(told)) == 1, told
+    raise caught.value
+
+
+def attending(keys: Any, **options: Any) -> Any:
+    """Build attention of eight heads without an output projection."""
+    stage = rlx.blocks.SelfAttention(keys, None, selves.N, **{"head_dim": selves.D, **options})
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", selves.H)).stage(stage).build(selves.WEIGHTS)
+
+
+def exported(t: World, **options: Any) -> None:
+    """Export a model; no file is there after a refusal."""
+    try:
+        t.mlp.export(t.here / "x.rlxa", **options)
+    finally:
+        assert not any(t.here.iterdir())
+
+
+def patches(edit: Callable[[Any], Any]) -> Any:
+    """Embed what an image processor makes of images for NaFlex after a change."""
+    return naflex.model_of().embed(edit(rlx.ImageProcessor(patch=5, max_patches=20)(naflex.IMAGES)))

@@ -4,10 +4,8 @@ import functools
 from typing import Any
 
 import numpy as np
-import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, RequestError, RlxError, SessionStateError, ShapeError
 from tests.oracles.comparing import assert_close
 
 H, V, C, LAYERS = 16, 13, 5, 2
@@ -72,6 +70,10 @@ def lm(roll: str = "unroll") -> Any:
     return rlx.CausalLM(flow(), WEIGHTS, profile=profile)
 
 
+def model(program: str) -> Any:
+    return rlx.compile(flow(), WEIGHTS, program=program)
+
+
 def forward(tokens: np.ndarray, **beside: Any) -> np.ndarray:
     return np.asarray(lm().logits(tokens, inputs=BESIDE | beside))
 
@@ -104,7 +106,7 @@ def test_generate_is_recomputing() -> None:
 
 def test_what_the_state_keeps() -> None:
     """Keys and values of each layer, as few as are read, and its mask; `extend` reads no weight of the tower."""
-    extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
+    extend, prefill = model("extend"), model("prefill")
     names = [i.name for i in extend.inputs if not i.optional]
     assert names == ["tokens", "lengths"]
     state = prefill.init_state(3, 8, patches=6)
@@ -116,68 +118,10 @@ def test_what_the_state_keeps() -> None:
     np.testing.assert_allclose(np.concatenate([out, more], 1), forward(TOKENS), atol=3e-5)
 
 
-REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
-    "another width": (BESIDE | {"image": IMAGE[..., :4]}, ShapeError, "axis 2 is 4, not 5"),
-    "masks of another image": (BESIDE | {"keep": KEEP[:, :5]}, ShapeError, "patches is 6 in image and 5 in keep"),
-    "rows": (BESIDE | {"image": IMAGE[:2]}, RequestError, "image has 2 rows, the request 3"),
-    "numbers for bools": (BESIDE | {"keep": KEEP.astype("f4")}, RlxError, "keep: expected bool"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    inputs, kind, says = REFUSED[name]
-    for call in (
-        lambda: lm().generate(PROMPTS, inputs=inputs),
-        lambda: lm().prefill(TOKENS, inputs=inputs),
-        lambda: lm().logits(TOKENS, inputs=inputs),
-    ):
-        with pytest.raises(kind) as caught:
-            call()
-        assert says in str(caught.value)
-
-
-def test_prompts_from_an_iterator_have_no_inputs() -> None:
-    with pytest.raises(RequestError, match="generate_iter.*'image'.*'keep'"):
-        lm().generate_iter(PROMPTS)
-
-
-def test_states_of_another_size() -> None:
-    """The state says what it holds."""
-    extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))
-    with pytest.raises(RlxError, match="init_state: pass patches="):
-        prefill.init_state(3, 8)
-    with pytest.raises(RlxError, match="no size 'pixels'"):
-        prefill.init_state(3, 8, pixels=6)
-    state = prefill.init_state(3, 8, patches=5)
-    with pytest.raises(SessionStateError, match="patches is 6 elsewhere"):
-        prefill(TOKENS[:, :4], IMAGE, KEEP, lengths=np.full(3, 4, np.int32), state=state)
-    with pytest.raises(RequestError, match="warmup: requests need 'image'"):
-        lm().warmup(4)
-    del extend
-
-
 def derived(read: Any) -> None:
     made = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("image", ("batch", "patches", H))
     made = made.embed("e").custom_named("read", lambda e, x: read(e, x, e.flow_input("image")))
     rlx.compile(made.lm_head(V, H, True), {"e": WEIGHTS["e"]}, program="extend").text("mir")
-
-
-@pytest.mark.parametrize(("read", "says"), [
-    (lambda e, x, i: e.attention(x, i, i, heads=2, causal=True), "keys of another sequence is causal"),
-    (lambda e, x, i: e.attention(x, i, i, heads=2, window=2), "keys of another sequence is causal"),
-    (lambda e, x, i: e.attention(x, e.concat([i, x], 1), e.concat([i, x], 1), heads=2), "concat"),
-    (lambda e, x, i: e.attention(i, x, x, heads=2), "mixes positions"),
-    (lambda e, x, i: x + e.last_token(x), "combines the last token of each row with every token"),
-    (lambda e, x, i: x * e.tanh(e.last_token(x)) + x, "combines the last token of each row with every token"),
-    (lambda e, x, i: e.attention(x, x, x, heads=2), "mixes positions"),
-    (lambda e, x, i: x + (i - i.mean(0, keepdims=True)).sum(1, keepdims=True), "rows of the batch independently"),
-])  # fmt: skip
-def test_not_derived(read: Any, says: str) -> None:
-    """What hangs on how many tokens there are, or on other rows, is refused by name."""
-    with pytest.raises(DeriveError, match="read") as caught:
-        derived(read)
-    assert says in str(caught.value)
 
 
 def test_explicit_reads_the_request_in_every_call() -> None:

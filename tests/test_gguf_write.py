@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import DTypeError, RequestError, TargetExistsError, UnsupportedError, WeightError
+from rlx_jax.errors import TargetExistsError, UnsupportedError, WeightError
 from rlx_jax.weights.quantize import quantize_q8_0
 from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES
@@ -171,7 +171,7 @@ def test_tokenizers(name: str, tmp_path: Path) -> None:
 
 
 def test_paths_and_dtypes(tmp_path: Path) -> None:
-    """A file of another kind is not replaced; dtypes that a format does not have are refused."""
+    """A file of another kind is not replaced."""
     random_checkpoint(tmp_path / "hf", 32)
     model, target = load(tmp_path / "hf"), tmp_path / "m.gguf"
     rlx.save(model, target)
@@ -181,19 +181,8 @@ def test_paths_and_dtypes(tmp_path: Path) -> None:
     rlx.save(model, target, dtype="q8_0", overwrite=True)
     assert target.read_bytes() != first and sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf"]
     (tmp_path / "d.gguf").mkdir()
-    for path, options, error, message in (
-        (tmp_path / "d.gguf", {"overwrite": True}, TargetExistsError, "is not a .gguf file"),
-        (tmp_path / "m.bin", {"format": "gguf"}, RequestError, "expected the name of a .gguf file"),
-        (tmp_path / "x.gguf", {"dtype": "q4_k"}, DTypeError, "q4_k"),
-        (tmp_path / "x.gguf", {"dtype": "f64"}, DTypeError, "expected one of f32, f16, bf16, q8_0"),
-        (tmp_path / "x.gguf", {"dtype": "Q8_0"}, DTypeError, "'Q8_0': expected one of .* did you mean 'q8_0'"),
-        (tmp_path / "x", {"dtype": "fp9"}, DTypeError, "expected one of f32, bf16, f16, fp8, int8; did you mean 'fp8'"),
-        (tmp_path / "x", {"dtype": "q8_0"}, DTypeError, "format='gguf'"),
-    ):
-        with pytest.raises(error, match=message):
-            rlx.save(model, path, **options)
-    with pytest.raises(UnsupportedError, match="save the result of rlx_jax.load"):
-        rlx.save(model.model, tmp_path / "x.gguf")
+    with pytest.raises(TargetExistsError, match="is not a .gguf file"):
+        rlx.save(model, tmp_path / "d.gguf", overwrite=True)
     with pytest.raises(WeightError, match="gguf_q8_0"):
         rlx.save(load(target), tmp_path / "x.gguf")  # packed, and no dtype
     params = {name: leaf * 1e9 for name, leaf in model.model.params.items()}

@@ -117,16 +117,6 @@ def test_infer_refuses_what_eval_cannot_do(cls: Any, count: int) -> None:
     assert not passed, f"{len(passed)} wrong calls pass:\n" + "\n".join(passed[:20])
 
 
-QKV = "; ".join(["f32 1 2 8"] * 3)
-HEADS = "f32 2 3 1 4; f32 2 3 1 4; f32 2 3 2 5; f32 2 3 2; f32 2 3 2"
-"""What `infer` refuses: wrong attributes, and operands of which `eval` alone would make something."""
-
-
-def test_an_arity_error_says_op_expected_got() -> None:
-    with pytest.raises(GraphError, match="attention: expected 4 operands, got 3"):
-        TypeCache().infer(o.AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
-
-
 @dataclass(frozen=True)
 class Halved(Mir):
     traits = ELEMENTWISE

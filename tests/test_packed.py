@@ -130,28 +130,9 @@ def test_live_decoding(scheme: str) -> None:
 Q8 = random_bytes("gguf_q8_0", (4, 64))
 
 
-def q8(shape: Any) -> Packed:
-    return Packed(Q8, "gguf_q8_0", shape)
-
-
-@pytest.mark.parametrize(("value", "error", "message"), [
-    (Packed(Q8[:, :-2], "gguf_q8_0", (4, 64)), WeightShapeError,
-        "the bytes of gguf_q8_0 f32[4,64]: expected u8[4,68], got u8[4,66]; check the scheme and the shape"),
-    (Packed(Q8.ravel(), "gguf_q8_0", (4, 64)), WeightShapeError, "expected u8[4,68], got u8[272]"),
-    (Packed(Q8.view(np.int8), "gguf_q8_0", (4, 64)), WeightError,
-        "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored"),
-    (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightError, "got 'bytes'; numpy.frombuffer makes one"),
-    (Packed(Q8, "gguf_q80", (4, 64)), WeightError, "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'"),
-    (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
-    (q8(("n", 64)), WeightShapeError, "expected static sizes as the shape of a packed tensor, got f32[n,64]"),
-    (PackedSpec((4, 60), F32, "gguf_q8_0"), WeightShapeError, "expected a last axis that 32 divides"),
-])  # fmt: skip
-def test_what_is_no_packed_value(value: Any, error: type[Exception], message: str) -> None:
-    """Is refused where it gets its key, which the message names."""
-    with pytest.raises(error) as caught:
-        rlx.open_weights({"layers.0.w": value})
-    assert message in str(caught.value)
-    assert "layers.0.w" in str(caught.value)
+def opened(data: Any, scheme: str = "gguf_q8_0", shape: Any = (4, 64), **dtype: Any) -> Any:
+    """Open a packed tensor of these bytes."""
+    return rlx.open_weights({"layers.0.w": Packed(data, scheme, shape, **dtype)})
 
 
 def test_a_source_of_packed_values() -> None:

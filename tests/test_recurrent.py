@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
+from rlx_jax.errors import DeriveError, TokenIdError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.operands import BLOCK
@@ -246,61 +246,3 @@ def test_a_block_of_a_plugin_is_tried() -> None:
         compiled(wrong, EMBEDDING)
         with pytest.raises(DeriveError, match="^sum: .*result 0 of tokens 2 to 2"):
             compiled(wrong, EMBEDDING, program="prefill").text("mir")
-
-
-def refused(call: Callable[..., Any], match: str, kind: type[RlxError] = GraphError) -> None:
-    """A stage that is refused when its flow is built, with its path."""
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).custom_named("mine", call)
-    with pytest.raises(kind, match=f"^mine: .*{match}"):
-        flow.build({"w": w(H, H)})
-
-
-def counter() -> Callable[..., Any]:
-    """A step that counts how often it is traced."""
-    calls: list[int] = []
-
-    def step(h: Any, x: Any) -> tuple[Any, Any]:
-        calls.append(1)
-        return h + x * len(calls), x
-
-    return step
-
-
-LEAKED: list[Any] = []
-
-
-def leak(x: Any) -> Any:
-    LEAKED.append(x)
-    return x
-
-
-jax.jit(leak)(1.0)
-ZEROS = np.zeros(H, np.float32)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "another form": (lambda h, x: ((h, h), x), "the step takes a state"),
-    "counts its traces": (counter(), "another function each time"),
-    "reads another trace": (lambda h, x: (h + LEAKED[0], x), "another trace"),
-    "no function": (7, "takes a function"),
-}  # fmt: skip
-
-
-def test_steps_that_are_refused() -> None:
-    """By the path of the stage and the leaf of the state."""
-    for step, match in REFUSED.values():
-        refused(lambda emit, x, step=step: emit.recurrent(step, x, init=ZEROS), match)
-
-
-def test_operands_that_are_refused() -> None:
-    refused(lambda emit, x: emit.recurrent(rnn_step, x, x, init=ZEROS), r"parameter 0 is f32.batch,seq,8.", ShapeError)
-    refused(lambda emit, x: emit.recurrent(mean_step, emit.param("w")[0], init=ZEROS), r"x is \[B, S", ShapeError)
-    refused(lambda emit, x: emit.recurrent(mean_step, x, init=()), "init has no arrays")
-    refused(lambda emit, x: emit.recurrent(mean_step, x, init=np.zeros((513, 512), "f4")), "init leaf state.*limit")
-    refused(lambda emit, x: emit.recurrent(mean_step, x, init=x[:, 0]), "init leaf state", ShapeError)
-    refused(
-        lambda emit, x: emit.recurrent(lambda h, t: (h + t * emit.param("w")[0], t), x, init=ZEROS),
-        "reads a value or a weight of the flow: pass it as one of the parameters",
-    )
-    big = np.zeros((513, 512), np.float32)
-    refused(
-        lambda emit, x: emit.recurrent(lambda h, x: (h, x + (x[0] * big).sum()), x, init=ZEROS), "captures .* bytes"
-    )

@@ -145,19 +145,11 @@ RECOMMENDED: list[tuple[dict[str, Any], Sampler]] = [
 
 
 def test_a_checkpoint_recommends_a_sampler(tmp_path: Path) -> None:
-    """The file as transformers reads it; what rlx_jax has not is refused."""
+    """The file as transformers reads it."""
     for config, want in RECOMMENDED:
         assert Sampler.from_generation_config(config) == want
         (tmp_path / "generation_config.json").write_text(json.dumps(config), "utf-8")
         assert Sampler.from_generation_config(tmp_path) == want
-    with pytest.raises(errors.RequestError, match="top_p is 2"):
-        Sampler.from_generation_config({"do_sample": True, "top_p": 2})
-    with pytest.raises(errors.UnsupportedError, match="'num_beams', 'suppress_tokens'"):
-        Sampler.from_generation_config({"num_beams": 4, "suppress_tokens": [1]})
-    with pytest.raises(errors.MissingFileError):
-        Sampler.from_generation_config(tmp_path / "nowhere")
-    with pytest.raises(errors.RequestError, match="a directory or a dict, got 5"):
-        Sampler.from_generation_config(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.oracle(warnings="error")

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import DTypeError, RequestError, RlxError, UnsupportedError, WeightError
+from rlx_jax.errors import WeightError
 from rlx_jax.weights.quantize import quantize_fp8, quantize_int8
 from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests.oracles.comparing import assert_close, assert_same_model
@@ -147,15 +147,9 @@ def test_conversions(method: str, tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", 32)
     model, target = rlx.load(tmp_path / "hf"), tmp_path / "q"
-    cases: list[tuple[Any, dict[str, Any], type[RlxError], str]] = [
-        (model, {"dtype": "fp8"}, WeightError, "no weight of a linear layer to store as fp8"),
-        (model, {"dtype": "int8", "format": "orbax"}, DTypeError, "format='safetensors'"),
-        (model.model, {"dtype": "int8"}, UnsupportedError, "needs the config of a checkpoint"),
-    ]
-    for saved, options, error, message in cases:
-        with pytest.raises(error, match=message):
-            rlx.save(saved, target, **options)
+    with pytest.raises(WeightError, match="no weight of a linear layer to store as fp8"):
+        rlx.save(model, target, dtype="fp8")
     assert not target.exists()
     save_file({"a.weight": np.ones((4, 4), np.float32)}, tmp_path / "w.safetensors")
     assert cli.main(["convert", str(tmp_path / "w.safetensors"), str(target), "--dtype", "int8"]) != 0
-    assert issubclass(RequestError, RlxError) and not target.exists()
+    assert not target.exists()

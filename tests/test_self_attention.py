@@ -8,7 +8,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import SelfAttention
-from rlx_jax.errors import GraphError, RlxError
+from rlx_jax.errors import GraphError
 from tests.divided import mesh
 from tests.oracles import op_formulas as formula
 
@@ -114,25 +114,6 @@ def test_hugging_face_keys() -> None:
 
 
 A = ("a.q.weight", "a.k.weight", "a.v.weight")
-
-
-@pytest.mark.parametrize(("stage", "says"), [
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, out_bias="a.o.bias"), "out_bias='a.o.bias' but no out="),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, qkv_bias="a.q.bias"), "three weights have three biases"),
-    (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope=""), "none ran before"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="far"), "nothing is registered as 'rope.far.cos'"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, rope="", rope_theta=1.0), "give either"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, n_rot=2), "go with rope_theta or rope"),
-    (SelfAttention(A, None, N, kv_heads=0, head_dim=D), "kv_heads is 0; expected an integer of at least 1"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, mask_input="mine"), "no input 'mine'"),
-    (SelfAttention(A, None, N, kv_heads=K, head_dim=D, bias="mine"), "nothing is registered as 'mine'"),
-])  # fmt: skip
-def test_refused(stage: SelfAttention, says: str) -> None:
-    made = rlx.ModelFlow("m").input("x", ("batch", "seq", H)).stage(stage)
-    with pytest.raises(RlxError) as caught:
-        made.build(WEIGHTS)
-    assert says in str(caught.value) and "self_attn" in str(caught.value)
 
 
 @pytest.mark.parametrize("transpose", [True, False])

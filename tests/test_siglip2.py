@@ -137,22 +137,3 @@ def test_lower_case(model_type: str, tokenizer_class: str, lower: bool, tmp_path
     assert ids.encode("Ac CA") == [6 if lower else 8, 7, 5, *([7, 6] if lower else [9, 8])]
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ids.encode("Ac CA") == reference("Ac CA", add_special_tokens=False)["input_ids"]
-
-
-def test_refused_requests() -> None:
-    """Patches come with their mask and shapes, which fit together."""
-    encoder = model_of()
-    processor = rlx.ImageProcessor(patch=5, max_patches=20)
-    good = processor(IMAGES)
-    assert encoder.embed(good).shape == (5, 24)
-    bad: list[tuple[Any, str]] = [
-        (good["pixel_values"], "pixel_attention_mask"),
-        (good | {"pixel_values": good["pixel_values"][..., 1:]}, "pixel_values"),
-        (good | {"pixel_attention_mask": good["pixel_attention_mask"][1:]}, "pixel_attention_mask"),
-        (good | {"spatial_shapes": good["spatial_shapes"] * 3}, "spatial_shapes"),
-        (good | {"spatial_shapes": good["spatial_shapes"] * 1.0}, "spatial_shapes"),
-        (good | {"spatial_shapes": np.full_like(good["spatial_shapes"], 2**32, np.int64)}, "spatial_shapes"),
-    ]
-    for inputs, name in bad:
-        with pytest.raises(rlx.errors.RequestError, match=name):
-            encoder.embed(inputs)

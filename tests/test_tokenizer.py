@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 
 from rlx_jax.demo import minilm_directory
-from rlx_jax.errors import LimitError, RequestError, RlxError, TokenIdError, TokenizerError
+from rlx_jax.errors import LimitError, RlxError, TokenIdError, TokenizerError
 from rlx_jax.text import ascii_texts, tokenizer_checks
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -187,17 +187,7 @@ def test_lower_case(tmp_path: Path) -> None:
     assert folded is not None and folded.encode(text) == folded.encode(lower)
 
 
-def test_wrong_requests(minilm: Tokenizer) -> None:
-    for texts, error in (
-        (["fine", "a\ud83d"], r"texts\[1\]: half of a surrogate pair at character 1"),
-        (["a", "b", 3], r"texts\[2\]: expected a str"),
-        ("one text", "texts: expected a list of str"),
-    ):
-        with pytest.raises(RequestError, match=error):
-            minilm.encode_batch(texts)  # type: ignore[arg-type]
-    for length in (1, -5, 2.0, True):
-        with pytest.raises(RequestError, match="max_length.* expected (at least 2|an int)"):
-            minilm.encode("hello", max_length=length)  # type: ignore[arg-type]
+def test_few_tokens(minilm: Tokenizer) -> None:
     assert minilm.encode("hello world", max_length=1, add_special_tokens=False) == [7592]
     assert minilm.encode_batch([]) == [] == minilm.encode_batch([], max_length=5)
 

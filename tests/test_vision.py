@@ -194,28 +194,6 @@ def test_pixel_values_of_no_picture() -> None:
     assert encoder.embed([Picture(PLAIN, "I", 0, 255)]).shape == (1, 18)
 
 
-def test_images_that_are_refused() -> None:
-    """Before anything is resized or compiled; messages name the image. So are images without an image processor, NaN,
-    and sizes that differ."""
-    encoder = vision("dinov2")
-    for images, match in (
-        ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "limits.MAX_IMAGE_PIXELS is"),
-        ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
-        ([Picture(PLAIN, "I;16", 0, 256)], r"images\[0\]: mode 'I;16' .* 0 to 256; expected 0 to 255: .* by 257"),
-        ([Picture(PLAIN, "I;16B", 0, 256)], r"mode 'I;16B' with values from 0 to 256"),
-        ([Picture(PLAIN, "I", -1, 9)], r"mode 'I' with values from -1 to 9"),
-    ):  # fmt: skip
-        with pytest.raises(errors.RequestError, match=match):
-            encoder.embed(images)
-    with pytest.raises(errors.RequestError, match="preprocessor_config.json"):
-        vision("dinov2_swiglu").embed([PLAIN])
-    with pytest.raises(errors.NumericsError, match=r"1 of 2 results are not finite: 'images\[1\]'"):
-        encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))
-    told = r"images\[1\]: \[3, 8, 9\] after processing, and the first \[3, 9, 8\]"
-    with pytest.raises(errors.RequestError, match=told):
-        ImageProcessor(shortest_edge=8)([PLAIN, PLAIN.transpose(1, 0, 2)])
-
-
 def test_every_setting_shows(tmp_path: Path) -> None:
     """Each that is read changes the pixels; `processor_config.json` holds the same where the other file is not."""
     (picture,) = pictures("dinov2")[:1]
