@@ -18,12 +18,11 @@ from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.blocks.linear import head_norm
 from rlx_jax.blocks.positions import rope_tables_for
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, check_integer, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_float
-from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.flow_value import DecodeBindings
 
@@ -254,7 +253,7 @@ class BindDecodeInputs:
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BindDecodeInputs")
-        check_count(self.num_layers, f"{emit.path}: BindDecodeInputs: num_layers")
+        check_integer(f"{emit.path}: BindDecodeInputs: num_layers", self.num_layers, error_class=GraphError)
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
             _bind_tables(emit, x)

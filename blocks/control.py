@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, check_integer, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType, tensor_type
 from rlx_jax.trace.captures import run_as_block
-from rlx_jax.trace.checks import check_count, check_signature
+from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
 
 __all__ = [
@@ -302,7 +302,7 @@ class Repeat:
     name: str = "layers"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
-        check_count(self.count, f"{emit.path}: Repeat: the first argument, the number of layers,", 0)
+        check_integer(f"{emit.path}: Repeat: the first argument, the number of layers,", self.count, 0, GraphError)
         if not callable(self.stage_for_index):
             type_name = type(self.stage_for_index).__name__
             raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {type_name}: lambda i: ...")

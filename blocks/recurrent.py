@@ -10,12 +10,11 @@ from rlx_jax.blocks.decoder import MixerLayer
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms_norm
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import GraphError
+from rlx_jax.errors import GraphError, check_integer
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.param import Parts, Role
-from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.control import step_name
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -48,7 +47,7 @@ class GatedDeltaSpec:
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
-            check_count(getattr(self, name), f"GatedDeltaSpec: {name}")
+            check_integer(f"GatedDeltaSpec: {name}", getattr(self, name), error_class=GraphError)
         if self.value_heads % self.key_heads:
             raise GraphError(f"GatedDeltaSpec: {self.value_heads} value heads: no multiple of {self.key_heads}")
 
@@ -222,7 +221,7 @@ class Mamba2Spec:
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "state_size", "groups", "kernel"):
-            check_count(getattr(self, name), f"Mamba2Spec: {name}")
+            check_integer(f"Mamba2Spec: {name}", getattr(self, name), error_class=GraphError)
         if self.heads % self.groups:
             raise GraphError(f"Mamba2Spec: {self.heads} heads are no multiple of {self.groups} groups")
 

@@ -6,12 +6,11 @@ from rlx_jax.blocks.control import KvCacheContract
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
+from rlx_jax.errors import GraphError, WeightShapeError, check_integer, quote, shown
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike, Init, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
-from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart, stored_key
 
@@ -111,7 +110,7 @@ class SelfAttention:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
-            check_count(self.key_heads, f"{emit.path}: SelfAttention: kv_heads")
+            check_integer(f"{emit.path}: SelfAttention: kv_heads", self.key_heads, error_class=GraphError)
             x = emit.block_input(x)
             width = self._head_dim(emit, x.type)
             q, k, v = self._projections(emit, x, width)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -374,6 +375,17 @@ def check_names(
             raise error_class(f"{prefix} {quote(name)}{suffix} {listing(choices) or 'none'}{suggestion}")
 
 
+def check_integer(name: str, value: object, low: int = 1, error_class: type[RlxError] = RequestError) -> int:
+    """Return an integer, of Python or NumPy, checked to be at least `low`; `name` is its name in messages.
+
+    Raises:
+        RlxError: of class `error_class`: it is no such integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
+        raise error_class(f"{name} is {shown(value)}; expected an integer of at least {low}")
+    return int(value)
+
+
 def suggest_keywords(*extra_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that suggests names for misspelt keyword arguments; `extra_names` are names that `**` takes.
 
@@ -388,10 +400,12 @@ def suggest_keywords(*extra_names: str) -> Callable[[Callable[P, R]], Callable[P
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
         names = (*(name for name in parameters if name != "self"), *extra_names)
+        known = frozenset(names)
 
         @functools.wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> R:
-            check_keywords(function.__qualname__.removesuffix(".__init__"), named, names)
+            if not named.keys() <= known:
+                check_keywords(function.__qualname__.removesuffix(".__init__"), named, names)
             return function(*args, **named)
 
         return checked

@@ -16,9 +16,8 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler.executable import trace_program
 from rlx_jax.errors import GraphError, RlxWarning
-from rlx_jax.generate.decode import DecodeLoop, new_rows
+from rlx_jax.generate.decode import DecodeLoop, initial_history, new_rows
 from rlx_jax.generate.sampler import Sampler, SamplingSteps
-from rlx_jax.generate.token_history import initial_history
 from rlx_jax.ir.ops.cache import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
 from rlx_jax.lowering.lir.implementations import write_in_loop

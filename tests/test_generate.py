@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.generation import Generation
+from rlx_jax.generate.generation import LoopRun
 from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, GrowingText, stable_prefix, stop_length, truncate_at_stop
 from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
@@ -101,15 +101,16 @@ def cut(row: list[int], ends: list[int]) -> list[int]:
 def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dispatch of one step between two tokens, one step ahead; `generate` dispatches blocks."""
     widths: list[int] = []
-    advance = Generation.advance
+    advance = LoopRun.advance
     want = plain.lm.generate(plain.prompts[0], max_new_tokens=9)
     assert list(plain.lm.stream(plain.prompts[0], max_new_tokens=9)) == want
 
-    def counted(generation: Generation) -> None:
-        advance(generation)
-        widths.append(generation.tokens.shape[1])
+    def counted(loop: LoopRun) -> Any:
+        block = advance(loop)
+        widths.append(block[0].shape[1])
+        return block
 
-    monkeypatch.setattr(Generation, "advance", counted)
+    monkeypatch.setattr(LoopRun, "advance", counted)
     dispatches = [len(widths) for _ in plain.lm.stream(plain.prompts[0], max_new_tokens=9)]
     assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
     assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want
@@ -151,14 +152,14 @@ def test_strings(chat: Any) -> None:
 
 def test_what_is_behind_a_stop_string_does_not_count(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids end with the token that completes it, whatever was computed ahead: more of them, and a failure."""
-    dispatched: list[Generation] = []
-    advance = Generation.advance
+    dispatched: list[LoopRun] = []
+    advance = LoopRun.advance
 
-    def counted(generation: Generation) -> None:
-        dispatched.append(generation)
-        advance(generation)
+    def counted(loop: LoopRun) -> Any:
+        dispatched.append(loop)
+        return advance(loop)
 
-    monkeypatch.setattr(Generation, "advance", counted)
+    monkeypatch.setattr(LoopRun, "advance", counted)
 
     def blow(emit: Any, x: Any) -> Any:
         return emit.jax(lambda t: jnp.where(t[..., 20:21] > 0, jnp.nan, t), x)  # behind token 20

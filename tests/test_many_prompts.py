@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.compiler.executable import HelperCall
 from rlx_jax.generate import slot_plan
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slots import open_slots, prepare_programs, slot_inputs
 from rlx_jax.io.garbage import paused_gc
-from rlx_jax.runtime.program_key import HelperCall
 from rlx_jax.text.request_checks import crop
 from tests import divided
 from tests.divided import V
@@ -330,7 +330,7 @@ def test_programs_that_do_not_fit_together_compile_alone() -> None:
     assert programs.compiled("a", lambda: lambda: 1) == 1
 
 
-def test_helpers_that_do_not_fit() -> None:
+def test_helpers_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper function without memory fails as a program does, with its name."""
     programs = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs
     call = HelperCall(crop, (jnp.ones((2, 3)),), ((1,),))
@@ -338,7 +338,7 @@ def test_helpers_that_do_not_fit() -> None:
     def fail(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes")
 
-    programs.helpers.insert(call.key, fail)
+    monkeypatch.setattr(programs, "trace_helper", lambda _: lambda: (fail, False))
     with pytest.raises(errors.DeviceOutOfMemoryError, match="^crop: out of memory"):
         programs.run_helper(call.function, *call.arguments, static=call.static)
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.decode import NOT_FINITE, FirstTokens
+from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, initial_history
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, choose_tokens, keep_likely
-from rlx_jax.generate.token_history import adjust_logits, initial_history
+from rlx_jax.generate.token_history import adjust_logits
 from rlx_jax.runtime.random_keys import key_words, random_key
 from tests import divided
 from tests.divided import V

@@ -11,10 +11,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.decode import new_rows
+from rlx_jax.generate.decode import initial_history, new_rows
 from rlx_jax.generate.drafters import LONGEST_NGRAM, PromptLookup, find_ngram, make_drafter
 from rlx_jax.generate.speculative import DRAFT_KEY, Drafts, VerifyLoop
-from rlx_jax.generate.token_history import initial_history
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.divided import RING_VOCAB as VOCAB

@@ -21,7 +21,8 @@ from rlx_jax.cli.command import Session, json_line, peak_text
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.errors import FormatError, NumericsError, RequestError, RlxError, check_names, listing, shown
 from rlx_jax.generate.prefix_named import checksums
-from rlx_jax.generate.sampler import OPTIONS, SAMPLING, resolve_sampler
+from rlx_jax.generate.request import check_sampler
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING
 from rlx_jax.generate.scoring import Score, exp_or_inf
 from rlx_jax.io.files import parse_object
 from rlx_jax.io.jsonl import open_job
@@ -175,7 +176,7 @@ def generate_file(args: argparse.Namespace, session: Session, lm: rlx.CausalLM) 
         if isinstance(bias := own.get("logit_bias"), dict):  # names in JSON are strings
             own["logit_bias"] = {int(i) if TOKEN_ID.fullmatch(i) else i: value for i, value in bias.items()}
         options = {name: fields[name] for name in ("max_new_tokens", "stop", "seed") if name in fields}
-        sampler = resolve_sampler(None, sampling | own) if own else None
+        sampler = check_sampler(None, None, sampling | own) if own else None
         return rlx.PromptRequest(sampler=sampler, **{"messages" if kind == "messages" else "prompt": prompt}, **options)
 
     def run(lines: JobLines, seed: int) -> LineResults:

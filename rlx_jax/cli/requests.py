@@ -29,7 +29,8 @@ from rlx_jax.cli.files import add_files, check_files, embed_file, generate_file,
 from rlx_jax.cli.terminal import is_interactive, read_line, read_stdin
 from rlx_jax.errors import MissingFileError, RequestError, RlxError, SequenceLengthError, StorageError, quote
 from rlx_jax.generate.drafters import SOURCES
-from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
+from rlx_jax.generate.request import check_sampler
+from rlx_jax.generate.sampler import OPTIONS
 from rlx_jax.io.files import is_text
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import Report
@@ -91,7 +92,7 @@ def check_has_tokenizer(tokenizer: Tokenizer | None, args: argparse.Namespace) -
 
 def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
     """Return the sampler of the options. Call it before loading, so that invalid options fail early."""
-    return resolve_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
+    return check_sampler(None, None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
 
 
 def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:

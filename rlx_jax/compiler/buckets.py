@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from rlx_jax.dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class Buckets:
         for name in DIMENSIONS:
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
 
-    @property
+    @cached_property
     def largest_chunk(self) -> int | None:
         """Return the largest bucket for prompts that fits the largest cache, or `max_chunk` if no bucket fits."""
         return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=self.max_chunk)

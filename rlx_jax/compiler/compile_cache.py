@@ -250,41 +250,6 @@ def compile_lowered(
     return compiled, False
 
 
-def with_compile_cache(
-    jitted: Any, arguments: tuple[Any, ...], options: Any = None, content: Any = None
-) -> Callable[[], tuple[Callable[..., Any], bool]]:
-    """Trace `jitted`, and return a function that compiles or loads it, which may run in another thread.
-
-    It is not traced if `content` is all data that it is traced from, and the cache has its program; see
-    `trace_or_load`.
-
-    That returns a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
-    Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
-    a debug mode of JAX needs the function itself.
-    """
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    if traced or cache_settings().directory is None or _in_debug_mode():
-        return lambda: (jitted, False)
-    key = None if content is None else trace_key(content, arguments, options)
-    lower = functools.cache(lambda: jitted.lower(*arguments))
-    compile_traced = trace_or_load(lower, key, lambda low: compile_lowered(low, arguments, options, key))
-
-    def load() -> tuple[Callable[..., Any], bool]:
-        compiled, is_loaded, _ = compile_traced()
-
-        def call(*arrays: Any) -> Any:
-            if _in_debug_mode():
-                return jitted(*arrays)
-            try:
-                return compiled(*arrays)
-            except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
-                return jitted(*arrays)
-
-        return call, is_loaded
-
-    return load
-
-
 def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
     """Return the SHA-256 of everything that a compiled program depends on, or None if it cannot be cached."""
     if jax.process_count() > 1:
@@ -432,12 +397,6 @@ def _deserialize(payload: bytes, in_tree: Any, out_tree: Any) -> jax.stages.Comp
         zlib.decompress(content), in_tree, out_tree, devices[0].client, devices
     )
     return compiled
-
-
-def _in_debug_mode() -> bool:
-    """Return whether a debug mode is on in which JAX runs the Python function again, operation by operation."""
-    config: Any = jax.config
-    return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
 
 def _size(text: str) -> int:

@@ -13,10 +13,9 @@ from typing import Any, TypedDict, TypeVar
 
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, RequestError, ShapeError, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, ProfileError, RequestError, ShapeError, check_integer, did_you_mean, quote, shown
 from rlx_jax.ir.types import as_name
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.trace.checks import check_count
 
 __all__ = [
     "CompilationMode", "ExecutionPreset", "KernelDispatch", "ModelComponent", "ModelExecutionConfig", "ModelVariant",
@@ -104,9 +103,9 @@ class ModelVariant:
         object.__setattr__(self, "phase", choice_of(Phase, self.phase, "ModelVariant: phase"))
         for name in ("batch", "seq", "past_seq"):
             if getattr(self, name) is not None or name != "past_seq":
-                size = check_count(getattr(self, name), f"ModelVariant: {name}", error=ShapeError)
+                size = check_integer(f"ModelVariant: {name}", getattr(self, name), error_class=ShapeError)
                 object.__setattr__(self, name, size)
-        extra = tuple((n, check_count(size, f"ModelVariant: {n}", error=ShapeError)) for n, size in self.extra)
+        extra = tuple((n, check_integer(f"ModelVariant: {n}", size, error_class=ShapeError)) for n, size in self.extra)
         object.__setattr__(self, "extra", extra)
         names = [*self._named_sizes(), *(name for name, _ in extra)]
         if repeated := [name for name in names if names.count(name) > 1]:

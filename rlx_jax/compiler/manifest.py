@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import GraphError, check_names
+from rlx_jax.errors import GraphError, check_integer, check_names
 from rlx_jax.ir.graph import Graph, Param, Value
 from rlx_jax.ir.param import Program, keys_of, printed_name
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, plan_buffers
 from rlx_jax.lowering.lir.plan import Lir
-from rlx_jax.trace.checks import check_count
 
 __all__ = ["BindingManifest", "BoundArray", "ManifestDiff", "WeightBlock", "layout_from_lir"]
 
@@ -83,7 +82,7 @@ class BindingManifest:
         """
         if not isinstance(lir, Lir):
             raise GraphError(f"expected a planned program, as into_lir returns it; got {type(lir).__name__}")
-        check_count(alignment, "alignment")
+        check_integer("alignment", alignment, error_class=GraphError)
         graph, buffers = lir.graph, plan_buffers(lir.graph, lir.plan.donate_state, lir.plan.scan, alignment)
         return BindingManifest(
             graph.name,

@@ -15,10 +15,11 @@ import numpy as np
 from rlx_jax.errors import RequestError, RlxWarning, listing, suggest_keywords
 from rlx_jax.generate.artifact_plan import language_model_plan
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain, profile, show
-from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
+from rlx_jax.generate.generation import NewTokens, report_of_requests, stream_request
 from rlx_jax.generate.many import generate_iter, prompt_options, run_prompts
 from rlx_jax.generate.patching import patch
 from rlx_jax.generate.prefill import capture, capture_request, check_request_captures, compute_logits, extend, prefill
@@ -85,7 +86,7 @@ class CausalLM(token_model.TaskModel):
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self.prefix_cache = prefix_cache
-        self._input_decls = declared_inputs(self.model)
+        self._ids_input, self._input_decls = self.model.first_input, declared_inputs(self.model)
         self._unwarned_captures = self.model.built.captures  # emptied by the first warning, so that it comes once
         self._last_speculative: NewTokens | None = None
         self._last_call: tuple[Request, NewTokens] | RequestReport | None = None
@@ -362,7 +363,7 @@ class CausalLM(token_model.TaskModel):
         checked_prompts = Prompts(None, [self.apply_chat_template(messages, **options)], True)
         options_of_turn = {"text": True, "n": n, "logprobs": logprobs, **turn_options}
         request_args = self._make_request(checked_prompts, max_new_tokens, sampler, stop, seed, **options_of_turn)
-        return stream_request(self._lm, *request_args) if stream else run_request(self._lm, *request_args)[0]
+        return stream_request(self._lm, *request_args) if stream else run_prompts(self._lm, *request_args)[0]
 
     def conversation(
         self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
@@ -446,8 +447,8 @@ class CausalLM(token_model.TaskModel):
     def _lm(self) -> LanguageModel:
         """Return what requests need to know of the model; made anew, as `eos_ids` and the buckets may change."""
         return LanguageModel(
-            self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
-            self._input_decls, self._prefixes,
+            self.model, self._ids_input, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id,
+            self._eos_ids, self._input_decls, self._prefixes,
         )  # fmt: skip
 
     def _make_request(
@@ -459,14 +460,15 @@ class CausalLM(token_model.TaskModel):
         Args:
             options: fields of a sampler, and options of `check_request`.
         """
-        self._warn_of_captures(6)  # one frame deeper than the public methods that call it
+        if self._unwarned_captures:
+            self._warn_of_captures(6)  # one frame deeper than the public methods that call it
         fields = {name: options.pop(name) for name in SAMPLING if name in options}
         lm = self._lm
         row_options = prompt_options(lm, prompts, options.get("n"), max_new_tokens, sampler, stop, seed, fields)
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = make_drafter(speculative, draft_tokens, lm) if drafts else None
         request = check_request(lm, prompts, row_options, drafter=drafter, **options)
-        new = NewTokens.of(request)
+        new = NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
         self._last_call = request, new
         self._last_speculative = self._last_speculative if drafter is None else new
         return request, new

@@ -19,7 +19,8 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
-from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
+from rlx_jax.generate.generation import Generation, NewTokens, stream_request
+from rlx_jax.generate.many import run_prompts
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import DecodingOptions, Request, SnapshotPoint, common_prefix_len
 from rlx_jax.generate.row_options import StopLike
@@ -96,7 +97,7 @@ class Conversation:
         if n is not None:
             raise RequestError(f"n is {shown(n)}: a conversation continues from one reply; fork() it to get several")
         turn = self._check_turn(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
-        (reply,) = run_request(self.causal_lm._lm, self._begin_turn(turn), turn.new)
+        (reply,) = run_prompts(self.causal_lm._lm, self._begin_turn(turn), turn.new)
         self._finish_turn(turn, reply if logprobs is None else reply.text)
         return reply
 

@@ -9,7 +9,7 @@ prompts into rows of a state, and `MoveRows` rows to other slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,17 +106,22 @@ class RowTokens:
     top_logprobs: list[TopLogProbs] = field(default_factory=list)
     failed: bool = False
 
-    @staticmethod
-    def of(tokens: np.ndarray[Any, Any], row: int, log_probs: LogProbs | None) -> RowTokens:
-        """Return the tokens of a row of a block `[B, n]` on the host, with their log-probabilities if there are any."""
+    def append(self, tokens: np.ndarray[Any, Any], row: int, log_probs: LogProbs | None) -> int:
+        """Append a row of a block `[B, n]` on the host, with its log-probabilities if there are any.
+
+        Returns:
+            the number of new tokens.
+        """
         values = tokens[row].tolist()
-        new = RowTokens([value for value in values if value >= 0], failed=NOT_FINITE in values)
+        new = [value for value in values if value >= 0]
+        self.ids += new
+        self.failed = self.failed or NOT_FINITE in values
         if log_probs is not None:
             is_token = tokens[row] >= 0
             ids, likeliest = (array[row][is_token].tolist() for array in (log_probs.ids, log_probs.likeliest))
-            new.log_probs = log_probs.chosen[row][is_token].tolist()
-            new.top_logprobs = [tuple(zip(*pair, strict=True)) for pair in zip(ids, likeliest, strict=True)]
-        return new
+            self.log_probs += log_probs.chosen[row][is_token].tolist()
+            self.top_logprobs += [tuple(zip(*pair, strict=True)) for pair in zip(ids, likeliest, strict=True)]
+        return len(new)
 
     def extend(self, new: RowTokens) -> None:
         """Append the next tokens."""
@@ -163,6 +168,27 @@ def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, history
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if do_sample else no_keys
     zeros = jnp.zeros(batch, jnp.int32)
     return RequestRows(ids=zeros, running=running, remaining=zeros + budget, history=history, keys=keys)
+
+
+def initial_history(
+    steps: SamplingSteps, prompts: Sequence[Sequence[int]], vocab_size: int, max_tokens: int
+) -> TokenHistory:
+    """Return the history of rows before their first new token, on the host.
+
+    Args:
+        prompts: the ids of each row.
+        max_tokens: the most tokens of a row, prompt and answer; 0 if the program does not read them.
+    """
+    batch = len(prompts)
+    seen = np.zeros((batch, vocab_size if steps.penalised else 0), bool)
+    counts = np.zeros((batch, vocab_size if steps.counted else 0), np.int32)
+    tokens = np.full((batch, max_tokens), -1, np.int32)
+    for row, ids in enumerate(prompts):
+        if steps.penalised:  # the repetition penalty applies to prompt tokens, too
+            seen[row, list(ids)] = True
+        if max_tokens:
+            tokens[row, : len(ids)] = ids
+    return TokenHistory(np.zeros(batch, np.int32), seen, counts, tokens)
 
 
 def ends_row(stop_mask: Array, ids: Array) -> Array:

@@ -110,7 +110,7 @@ class DraftModel(ProgramDrafter):
         """Prefill the prompts; ring buffers of windowed layers get `self.tokens` spare slots. See `Drafter`."""
         variant = Variant(outputs=self.unbound_model.output_names[:1], spare=self.tokens)
         prefill_programs = bind_prefill(self.unbound_model, sizes.prefill_widths, sizes.state, variant)
-        *_, last_block = prompt_blocks(prefill_programs, prompts, sizes.batch)
+        *_, last_block = prompt_blocks(prefill_programs, self.ids_input, prompts, sizes.batch)
         return None, last_block.state
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:

@@ -109,12 +109,12 @@ def time_decode(plan: RequestPlan, runs: int) -> BlockTimes:
     num_rows = len(plan.request.rows)
 
     def advance() -> Any:
-        generation.advance()
-        return generation.tokens
+        generation.block = generation.loop.advance()
+        return generation.block[0]
 
     # `generate` too dispatches a block of tokens before it waits for the one in front of it.
     times = profile_run([plan.loop.model.programs], advance, runs, queued=True)
-    tokens = jax.device_get(generation.tokens)[:num_rows]
+    tokens = jax.device_get(generation.block[0])[:num_rows]
     if (tokens < 0).any():
         raise NumericsError("explain: the logits are not finite, so that decoding ends early and cannot be timed")
     return times
@@ -124,7 +124,7 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
     """Return the time by block of prefill of the first chunk of the prompts."""
 
     def prefill() -> Any:
-        blocks = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
+        blocks = prompt_blocks(plan.prefill_programs, plan.lm.ids_input, plan.request.rows, plan.prefill_batch)
         return next(blocks).logits
 
     return profile_run([plan.loop.model.programs], prefill, runs)

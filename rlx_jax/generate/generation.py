@@ -17,15 +17,14 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import FirstTokens, LogProbs, RowTokens
+from rlx_jax.generate.decode import FirstTokens, LogProbs, RowTokens, initial_history
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request import LanguageModel, Request, common_prefix_len
-from rlx_jax.generate.request_plan import RequestPlan, max_tokens, plan_request, prompt_blocks
+from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix
-from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.random_keys import key_words
@@ -33,6 +32,9 @@ from rlx_jax.runtime.report import Report, RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
 
 AnyArray = Any
+# A block of new tokens on the device: `[B, n]`, their log-probabilities, if any, and of drafts the counts and the rows
+# that run.
+DeviceBlock = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,13 @@ class NewTokens:
     speculated: SpeculativeCounts | None = None
     report: RequestReport | None = None
 
-    @staticmethod
-    def of(request: Request) -> NewTokens:
-        """Return the container of a request before it runs, with a row for each answer."""
-        return NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
-
     def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None) -> dict[int, int]:
         """Append a block of tokens, and their log-probabilities; return the number of new tokens of rows with some."""
         num_added: dict[int, int] = {}
         # The device computed the block ahead, before the host ended some rows.
         for i in {*range(len(self.rows))} - self.ended_rows:
-            added = RowTokens.of(block, i, log_probs)
-            self.rows[i].extend(added)
-            num_added |= {i: len(added.ids)} if added.ids else {}
+            if count := self.rows[i].append(block, i, log_probs):
+                num_added[i] = count
         return num_added
 
     def end(self, row: int, count: int) -> None:
@@ -130,13 +126,18 @@ class LoopRun:
     inputs: dict[str, Any]
     state: StateArrays
 
-    def advance(self) -> tuple[Any, LogProbs | None]:
-        """Dispatch the program, without waiting for it; return the new tokens and their log-probabilities, if any."""
-        (tokens, self.inputs["rows"], *extras), self.state = self.program(self.inputs, self.state)
+    def advance(self) -> DeviceBlock:
+        """Dispatch the program, without waiting for it, and return its new tokens, which are copied to the host."""
+        (tokens, rows, *extras), self.state = self.program(self.inputs, self.state)
+        self.inputs["rows"] = rows
+        block: DeviceBlock = tokens, next(iter(extras), None)
         if "counts" in self.inputs:  # of drafts, which exclude log-probabilities
             self.inputs["drafter_carry"], self.inputs["counts"] = extras
-            return tokens, None
-        return tokens, next(iter(extras), None)
+            block = tokens, None, extras[1], rows.running
+        with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
+            for array in jax.tree.leaves(block):
+                array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
+        return block
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows early, as for a stop string; a block that was computed ahead may still have tokens of them."""
@@ -160,10 +161,9 @@ class Generation:
         budget: the most tokens of a row.
         steps: steps of the loop per block after the first, which is of one step; each gives at least one token to every
             running row.
-        tokens: the latest block on the device.
+        block: the latest block on the device.
         cache_len: length of the cache.
         stop_ids: ids that end a row.
-        log_probs: log-probabilities of `tokens` on the device, if requested.
         snapshot: copies of state arrays at the request's snapshot point.
     """
 
@@ -171,44 +171,29 @@ class Generation:
     count: int
     budget: int
     steps: int
-    tokens: AnyArray
+    block: DeviceBlock
     cache_len: int
     stop_ids: frozenset[int]
-    log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None, Any]]:
         for done in itertools.count(1, self.steps):
-            on_device = self._block()
+            on_device = self.block
             is_last, can_run_ahead = done >= self.budget, self.loop.program.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
-                self.advance()
+                self.block = self.loop.advance()
             reading = jax.transfer_guard_device_to_host("allow")  # `device_get` would start the copies once more
             with out_of_memory(f"decoding of {self.count} rows", lambda: "pass fewer prompts, or slots="), reading:
                 block, log_probs, *drafted = jax.tree.map(np.asarray, on_device)
             yield block[: self.count], log_probs, drafted[0] if drafted else None
-            if is_last or not (drafted[1].any() if drafted else self.runs_after(block)):
+            # Without drafts, a row that runs has a token in the last column.
+            last = block[:, -1].tolist()
+            runs = drafted[1].any() if drafted else any(token >= 0 and token not in self.stop_ids for token in last)
+            if is_last or not runs:
                 return
             if not can_run_ahead:
-                self.advance()
-
-    def _block(self) -> tuple[Any, ...]:
-        """Return the latest block on the device with its log-probabilities and, of drafts, the counts and `running`."""
-        inputs = self.loop.inputs
-        drafted = (inputs["counts"], inputs["rows"].running) if "counts" in inputs else ()
-        return self.tokens, self.log_probs, *drafted
-
-    def runs_after(self, block: np.ndarray[Any, Any]) -> bool:
-        """Return whether a row may have tokens after a block, by its last column: a row that runs has a token there."""
-        return any(token >= 0 and token not in self.stop_ids for token in block[:, -1].tolist())
-
-    def advance(self) -> None:
-        """Dispatch the program for the next block, without waiting for it."""
-        self.tokens, self.log_probs = self.loop.advance()
-        with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
-            for array in jax.tree.leaves(self._block()):
-                array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
+                self.block = self.loop.advance()
 
 
 class GeneratesText(Protocol):
@@ -235,7 +220,8 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
         return
     clock, options = lm.model.programs.start_timer(), request.options[0]
     first_token: tuple[float, int] | None = None
-    plan = plan_request(lm, share_prefix(lm, request))
+    shared = share_prefix(lm, request) if request.share_prefix and len(request.rows) > 1 else request
+    plan = plan_request(lm, shared)
     # The first prompt reads what all of them share.
     cached_tokens = sum(len(prefix.ids) for prefix in plan.request.prefixes[0 if request.prefixes else 1 :])
     generation = start_generation(plan)
@@ -266,19 +252,12 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
             request.on_end(generation)
 
 
-def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
-    """Run a request to its end, and return the output for each prompt.
+def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+    """Return the output for each prompt of a request that has run.
 
     Raises:
         NumericsError: logits of a row were not finite; `outputs` of the error has the tokens so far.
     """
-    for _ in run_blocks(lm, request, new):
-        pass
-    return make_outputs(lm, request, new)
-
-
-def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
-    """Return the output for each prompt of a request that has run; raises as `run_request`."""
     n, options = request.n, request.options
     by_row = (options[i // (n or 1) if len(options) > 1 else 0] for i in range(len(new.rows)))
     rows = [make_output(lm, request, each, row, request.as_text) for each, row in zip(by_row, new.rows, strict=True)]
@@ -357,7 +336,7 @@ def report_of_requests(
 
 def start_generation(plan: RequestPlan) -> Generation:
     """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
-    request, sizes, loop = plan.request, plan.sizes, plan.loop
+    request, sizes, loop, ids_input = plan.request, plan.sizes, plan.loop, plan.lm.ids_input
     programs, n = loop.model.programs, request.n or 1
     state: StateArrays = {}
     if request.prefixes:
@@ -367,7 +346,7 @@ def start_generation(plan: RequestPlan) -> Generation:
     prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
-    for block in prompt_blocks(plan.prefill_programs, suffixes, plan.prefill_batch, inputs, state, plan.cut):
+    for block in prompt_blocks(plan.prefill_programs, ids_input, suffixes, plan.prefill_batch, inputs, state, plan.cut):
         state, logits = block.state, block.logits
         hidden += [] if block.hidden is None else [block.hidden]
         if request.snapshot_point is not None and block.num_tokens == plan.cut:
@@ -378,26 +357,29 @@ def start_generation(plan: RequestPlan) -> Generation:
         state = resize_state(loop, state, prompt_of_row)
     live = np.arange(sizes.batch) < len(request.rows) * n
     prompts = [request.rows[row // n] if is_row else () for row, is_row in enumerate(live)]
-    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
-    new_rows = key_words("seed", request.options[0].seed), live, np.int32(request.budget), history
+    wrapper: Any = loop.key.wrapper
+    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), wrapper.max_tokens)
+    key = key_words("seed", request.options[0].seed) if plan.sampling_steps.do_sample else np.zeros(2, np.uint32)
+    new_rows = key, live, np.int32(request.budget), history
     choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
     arguments = (logits, *new_rows, plan.sampler_values, plan.stop_mask)
     first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)
+    first_block: DeviceBlock = first_ids, log_probs
     operands = {"rows": rows, "sampler_values": plan.sampler_values, "stop_mask": plan.stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
         state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}
-        operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
+        counts = np.zeros(3, np.int32)
+        operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": counts}
+        first_block = first_ids, log_probs, counts, rows.running
     return Generation(
-        LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
-        sizes.cache_len, frozenset(request.options[0].stop_ids), log_probs, snapshot,
+        LoopRun(loop, operands, state), len(request.rows) * n, request.budget, wrapper.steps, first_block,
+        sizes.cache_len, frozenset(request.options[0].stop_ids), snapshot,
     )  # fmt: skip
 
 
 def share_prefix(lm: LanguageModel, request: Request) -> Request:
     """Prefill the common prefix of all prompts once, if they share it, and return the request that continues it."""
-    if not request.share_prefix or len(request.rows) < 2:
-        return request
     # Each prompt keeps at least one token after the prefix: its last token gives the logits of the first new one.
     length = common_prefix_len(*request.rows, limit=min(map(len, request.rows)) - 1)
     if not length:
@@ -405,7 +387,7 @@ def share_prefix(lm: LanguageModel, request: Request) -> Request:
     # For a cache of the same length.
     options = replace(request.options[0], budget=request.budget + max(map(len, request.rows)) - length)
     plan = plan_request(lm, replace(request, rows=(request.rows[0][:length],), options=(options,), n=None))
-    *_, last_block = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
+    *_, last_block = prompt_blocks(plan.prefill_programs, lm.ids_input, plan.request.rows, plan.prefill_batch)
     prefix = Prefix(plan.request.rows[0], 0, plan.sizes.cache_len, arrays=last_block.state)
     return replace(request, prefixes=(prefix,) * len(request.rows))
 

@@ -76,10 +76,12 @@ def run_prompts(lm: LanguageModel, request: Request, new: generation.NewTokens) 
 
     Raises:
         RequestError: an option needs slots, and another one does not work in slots yet. NumericsError: as
-            `run_request`.
+            `make_outputs`.
     """
     if not uses_slots(lm, request):
-        return generation.run_request(lm, request, new)
+        for _ in generation.run_blocks(lm, request, new):
+            pass
+        return generation.make_outputs(lm, request, new)
     n, prefixes = request.n or 1, request.prefixes or (None,) * len(request.rows)
     numbers = range(len(new.rows))
     jobs = (SlotJob(i, request.rows[i // n], request.row_options(i), prefixes[i // n]) for i in numbers)

@@ -16,12 +16,12 @@ from jax.extend.core import get_opaque_trace_state
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, listing, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, check_inputs
 from rlx_jax.generate.row_options import BatchProgress, RowOptions
-from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
+from rlx_jax.generate.sampler import GREEDY, OPTIONS, Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import min_length, stop_length, truncate_at_stop
 from rlx_jax.program import InputDecl
@@ -63,10 +63,12 @@ class GenerateOptions(StreamOptions, total=False):
 class LanguageModel:
     """The part of a `CausalLM` that requests need: its model, tokenizer, limits and special tokens.
 
-    Fields are as in `CausalLM`; `inputs` are the result of `declared_inputs`, and `prefixes` are the cached prefixes.
+    Fields are as in `CausalLM`; `ids_input` is the name of the input of tokens, `inputs` are the result of
+    `declared_inputs`, and `prefixes` are the cached prefixes.
     """
 
     model: CompiledModel
+    ids_input: str
     vocab_size: int
     tokenizer: Tokenizer | None
     max_positions: int | None
@@ -243,12 +245,6 @@ class Request:
             return replace(self.options[0], draw=row)
         return replace(self.options[prompt], draw=self.options[prompt].draw + answer)
 
-    def num_steps(self, model: CompiledModel) -> int:
-        """Return the number of steps of a dispatch: two of a stream on a GPU, which may compute one in less time than
-        the host takes to dispatch it."""
-        steps = model.programs.settings.loop.steps
-        return (2 if steps >= 16 else 1) if self.is_stream else steps
-
     @property
     def sampling_seed(self) -> int | None:
         """Return the seed of the random draws; None where decoding is greedy, each prompt has a seed of its own, or the
@@ -282,14 +278,30 @@ def make_options(
     return RowOptions(budget, sampler, stop_ids, stop_strings, seed, draw)
 
 
-def check_sampler(lm: LanguageModel, sampler: Any, fields: Mapping[str, Any] | None = None) -> Sampler:
-    """Return the sampler of a request, or one with some fields, checked for the model's vocabulary.
+def check_sampler(lm: LanguageModel | None, sampler: Any, options: Mapping[str, Any] | None = None) -> Sampler:
+    """Return the sampler of a request: `sampler`, or one with the fields `options`, or the greedy one.
+
+    Args:
+        lm: the model whose vocabulary it is checked for; None for any.
 
     Raises:
-        RequestError, TokenIdError: as `resolve_sampler`, `LanguageModel.bind_sampler` and `Sampler.values`.
+        RequestError: `sampler` is no sampler; both are given; a value is out of range; or a filter is given at
+            temperature 0, where it has no effect.
+        TokenIdError: the model does not have an id. Others as `LanguageModel.bind_sampler` and `Sampler.values`.
     """
-    result = resolve_sampler(sampler, fields or {})
-    if result.logit_bias or result.bad_words:
+    options = options or {}
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
+    if sampler is not None and options:
+        raise RequestError(f"sampler= and {listing(options)} both select tokens; pass one of them")
+    result: Sampler = sampler or (Sampler(**options) if options else GREEDY)
+    filters = [name for name, rule in OPTIONS.items() if rule.sampling_only and options.get(name) is not None]
+    if filters and not result.temperature:
+        raise RequestError(
+            f"{filters[0]} is {shown(options[filters[0]])}, and temperature 0 takes the likeliest token, so that "
+            "it has no effect; pass a temperature, such as temperature=1.0"
+        )
+    if lm is not None and (result.logit_bias or result.bad_words):
         result = lm.bind_sampler(result)
         result.values(lm.vocab_size)
     return result
@@ -309,7 +321,8 @@ def check_request(
     Raises:
         RequestError: see `rlx_jax.errors`.
     """
-    check_answers(lm, n, logprobs, drafter is not None)
+    if n is not None or logprobs is not None:
+        check_answers(lm, n, logprobs, drafter is not None)
     greedy = any(row.sampler.temperature == 0 for row in options)
     if greedy and (n or 1) > 1:
         raise RequestError(f"n is {n}, and a greedy sampler gives one answer; pass Sampler(temperature=1.0)")
@@ -341,9 +354,9 @@ def choose_seed(seed: Any, sampler: Sampler) -> Any:
     """
     if seed is None and sampler.temperature and jax.process_count() > 1:
         raise RequestError("seed: give one, the same in every process, where several run a model together")
+    words = 0 if seed is None else key_words("seed", seed)
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
         seed = secrets.randbits(32) if sampler.temperature else 0
-    words = key_words("seed", seed)
     if get_opaque_trace_state() != NO_TRACE:
         words = jax.device_put(words)  # traced in jax.jit, whatever the seed is
     if isinstance(words, jax.core.Tracer):

@@ -37,6 +37,7 @@ class RequestPlan:
     """The sizes and programs of a request.
 
     Attributes:
+        lm: the model.
         request: the request.
         sampling_steps, sampler_values: how tokens are chosen; the values are on the device.
         num_logprobs: number of likeliest tokens that programs return; None for no log-probabilities.
@@ -49,6 +50,7 @@ class RequestPlan:
             that a state has already.
     """
 
+    lm: LanguageModel
     request: Request
     sampling_steps: SamplingSteps
     sampler_values: SamplerValues
@@ -77,8 +79,9 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
         sizes = replace(sizes, cache_len=max(sizes.cache_len, fit_bucket(buckets.context, cache_len) or cache_len))
     options = request.options[0]
     sampling_steps, sampler_values, stop_mask = sampler_operands(lm, options.sampler, options.stop_ids)
-    batches = {sizes.batch * width for width in (1, 1 if request.drafter is None else request.drafter.tokens + 1)}
-    check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
+    if processors := sampling_steps.processors:
+        batches = {sizes.batch * width for width in (1, 1 if request.drafter is None else request.drafter.tokens + 1)}
+        check_processors(lm.model.programs, processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
     prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
@@ -90,7 +93,7 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     runner = lm.model.as_program("extend")
     loop = runner.bind(loop_program)  # first, as only the loop depends on the sampler and the drafts
     return RequestPlan(
-        request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, cut,
+        lm, request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, cut,
         tuple(map(runner.bind, prefill)), loop,
     )  # fmt: skip
 
@@ -127,16 +130,16 @@ def plan_keys(
         widths: their widths.
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
-    has_prefix, steps = bool(request.prefixes), request.num_steps(model)
+    has_prefix, steps = bool(request.prefixes), loop.steps
+    if request.is_stream:  # a GPU may compute one step in less time than the host takes to dispatch it
+        steps = 2 if steps >= 16 else 1
 
     def make_keys() -> PlanKeys:
         variant, state = request_variant(model, drafter, inputs.optional_inputs), {**inputs.sizes, **sizes.state}
         # A loop of one step has no condition, which a GPU would wait for.
         stop_early = loop.stop_early and steps > 1
         joined = 1 if stop_early else math.gcd(steps, loop.joined)
-        wrapper = DecodeLoop(
-            sampling_steps, model.first_input, steps, stop_early, num_logprobs=num_logprobs, joined=joined
-        )
+        wrapper = DecodeLoop(sampling_steps, lm.ids_input, steps, stop_early, num_logprobs=num_logprobs, joined=joined)
         prefill = prefill_keys(model, widths, {**state, "batch": prefill_batch}, variant, has_prefix)
         return prefill, loop_key(model, variant, state, drafter, wrapper)
 
@@ -179,12 +182,6 @@ def loop_key(
     if loop.sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
         wrapper = replace(wrapper, max_tokens=sizes["context"])
     return replace(key, wrapper=wrapper)
-
-
-def max_tokens(loop: BoundProgram) -> int:
-    """Return the number of tokens of the history of a row that a loop reads; see `DecodeLoop`."""
-    assert isinstance(loop.key.wrapper, DecodeLoop | VerifyLoop)
-    return loop.key.wrapper.max_tokens
 
 
 # -- sizes -------------------------------------------------------------------------------------
@@ -287,13 +284,14 @@ class PromptBlock(NamedTuple):
 
 
 def prompt_blocks(
-    programs: Sequence[BoundProgram], prompts: Sequence[Sequence[int]], batch: int,
+    programs: Sequence[BoundProgram], ids_input: str, prompts: Sequence[Sequence[int]], batch: int,
     inputs: Mapping[str, Any] | None = None, state: StateArrays | None = None, cut: int = 0,
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Prefill the prompts chunk by chunk, and yield the result of each chunk.
 
     Args:
         programs: the program of each chunk.
+        ids_input: the name of the input of tokens.
         prompts: ids of each row, without tokens that the state has already.
         batch: number of rows, padding included; a padding row has one token, as prefill needs one.
         inputs: the other inputs of the flow.
@@ -308,7 +306,7 @@ def prompt_blocks(
         count = cut - offset if offset < cut < offset + width else width
         num_new = np.clip(lengths - offset, 0, count).astype(np.int32)
         tokens = pad_rows([p[offset : offset + count] for p in padded_prompts], width)
-        (new, *others), state = program({model.first_input: tokens, "lengths": num_new, **(inputs or {})}, state)
+        (new, *others), state = program({ids_input: tokens, "lengths": num_new, **(inputs or {})}, state)
         if logits is not None and program.key.last_only:
             new = model.programs.run_helper(merge_logits, num_new, new, logits)
         logits, offset = new, offset + count

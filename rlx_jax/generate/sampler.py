@@ -318,27 +318,6 @@ def check_bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(word if isinstance(word, str) else tuple(word) for word in words)
 
 
-def resolve_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
-    """Return the sampler of a request: `sampler`, or one with the fields `options`, or the greedy one.
-
-    Raises:
-        RequestError: `sampler` is no sampler; both are given; a value is out of range; or a filter is given at
-            temperature 0, where it has no effect.
-    """
-    if sampler is not None and not isinstance(sampler, Sampler):
-        raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
-    if sampler is not None and options:
-        raise RequestError(f"sampler= and {listing(options)} both select tokens; pass one of them")
-    result: Sampler = sampler or (Sampler(**options) if options else GREEDY)
-    filters = [name for name, rule in OPTIONS.items() if rule.sampling_only and options.get(name) is not None]
-    if filters and not result.temperature:
-        raise RequestError(
-            f"{filters[0]} is {shown(options[filters[0]])}, and temperature 0 takes the likeliest token, so that "
-            "it has no effect; pass a temperature, such as temperature=1.0"
-        )
-    return result
-
-
 @dataclass(frozen=True)
 class SamplingSteps:
     """The steps of choosing a token that a program is compiled with; all off is greedy.

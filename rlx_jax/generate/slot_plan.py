@@ -139,7 +139,7 @@ def plan_class(
     """
     model, num_drafts = lm.model.as_program("extend"), 0 if drafter is None else drafter.tokens
     num_steps = 2 * model.programs.settings.loop.steps
-    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, stop_width, num_logprobs=num_logprobs)
+    wrapper = DecodeLoop(steps, lm.ids_input, num_steps, True, stop_width, num_logprobs=num_logprobs)
     variant = request_variant(model, drafter)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)

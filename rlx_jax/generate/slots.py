@@ -21,23 +21,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.buckets import SlotSizes
-from rlx_jax.compiler.executable import Arrays, StateArrays
+from rlx_jax.compiler.executable import Arrays, HelperCall, StateArrays
 from rlx_jax.device import num_cpus, out_of_memory
-from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
+from rlx_jax.generate.decode import (
+    SLOT_INPUTS,
+    STOPPED,
+    MoveRows,
+    RequestRows,
+    RowTokens,
+    Sizes,
+    initial_history,
+    put_carry,
+)
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
 from rlx_jax.generate.generation import LoopRun
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
-from rlx_jax.generate.request_plan import PromptBlock, max_tokens, prompt_blocks
+from rlx_jax.generate.request_plan import PromptBlock, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import SlotIndex, SlotJob, start_class
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
-from rlx_jax.generate.token_history import check_processors, initial_history
+from rlx_jax.generate.token_history import check_processors
 from rlx_jax.io.garbage import paused_gc
 from rlx_jax.runtime.model import BoundProgram
-from rlx_jax.runtime.program_key import HelperCall, ProgramKey
+from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.random_keys import KEY_IMPL, key_words
 from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
@@ -131,7 +140,7 @@ class Slots:
     def start_decode(self, min_running: int) -> Any:
         """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
         self.loop.inputs["min_running"] = np.int32(min_running)
-        tokens, log_probs = self.loop.advance()
+        tokens, log_probs, *_ = self.loop.advance()
         first, self.first_tokens = self.first_tokens, []
         return tokens, log_probs, self.loop.inputs["rows"].running, first
 
@@ -145,7 +154,7 @@ class Slots:
         for slots, ids, values in (*first, (range(self.num_slots), tokens, log_probs)):
             for i, slot in enumerate(slots):
                 if slot < self.num_slots:
-                    new[slot].extend(RowTokens.of(ids, i, values))
+                    new[slot].append(ids, i, values)
         return {slot: (row, bool(running[slot])) for slot, row in enumerate(new)}
 
     def take(self, old: Slots, moves: Sequence[tuple[int, int, SlotJob]]) -> None:
@@ -187,7 +196,7 @@ class Slots:
         state, has_prefix = self.start(prefixes), any(prefixes)
         new = [row[0 if p is None else len(p.ids) :] for row, p in zip(rows, prefixes, strict=True)]
         programs = self.programs(self.widths(max(map(len, new)), has_prefix), has_prefix)
-        return prompt_blocks(programs, new, self.plan.sizes.fill_rows, None, state)
+        return prompt_blocks(programs, self.plan.lm.ids_input, new, self.plan.sizes.fill_rows, None, state)
 
     def start(self, prefixes: Sequence[Prefix | None]) -> StateArrays | None:
         """Return the state of a fill in which each row has its prefix; None if the first program creates it."""
@@ -245,7 +254,8 @@ def slot_inputs(plan: SlotPlan, jobs: Sequence[SlotJob], count: int) -> dict[str
         words = jax.device_get(seeds)
         keys = np.stack([words[id(option.seed)] for option in options])
     budgets = np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32)
-    history = initial_history(steps, [job.ids for job in padded], vocab_size, max_tokens(plan.loop))
+    loop: Any = plan.loop.key.wrapper
+    history = initial_history(steps, [job.ids for job in padded], vocab_size, loop.max_tokens)
     rows = RequestRows(np.zeros(count, np.int32), np.arange(count) < len(jobs), budgets, history, keys)
     values = [option.sampler.values(vocab_size, steps) for option in options]
     stacked = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
@@ -435,7 +445,7 @@ def prefill_calls(
         types = model.programs.template(key.symbolic).state if key.program == "extend" else {}
         bound = {name: t.bind(dict(key.binding)) for name, t in types.items()}
         state = {name: jax.ShapeDtypeStruct(t.shape, t.dtype) for name, t in bound.items()}
-        shapes = {model.first_input: (rows, width), "lengths": (rows,)}
+        shapes = {part.plan.lm.ids_input: (rows, width), "lengths": (rows,)}
         calls.append((key, state, {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}))
     return calls
 

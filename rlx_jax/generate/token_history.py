@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -87,27 +87,6 @@ class TokenHistory:
 
         history: TokenHistory = jax.tree.map(join, *steps)
         return history
-
-
-def initial_history(
-    steps: SamplingSteps, prompts: Sequence[Sequence[int]], vocab_size: int, max_tokens: int
-) -> TokenHistory:
-    """Return the history of rows before their first new token, on the host.
-
-    Args:
-        prompts: the ids of each row.
-        max_tokens: the most tokens of a row, prompt and answer; 0 if the program does not read them.
-    """
-    batch = len(prompts)
-    seen = np.zeros((batch, vocab_size if steps.penalised else 0), bool)
-    counts = np.zeros((batch, vocab_size if steps.counted else 0), np.int32)
-    tokens = np.full((batch, max_tokens), -1, np.int32)
-    for row, ids in enumerate(prompts):
-        if steps.penalised:  # the repetition penalty applies to prompt tokens, too
-            seen[row, list(ids)] = True
-        if max_tokens:
-            tokens[row, : len(ids)] = ids
-    return TokenHistory(np.zeros(batch, np.int32), seen, counts, tokens)
 
 
 def adjust_logits(

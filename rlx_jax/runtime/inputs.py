@@ -28,13 +28,13 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
+from rlx_jax.errors import check_integer as check_integer
 from rlx_jax.io import limits
 from rlx_jax.ir.types import MAX_DIM, TensorType, bind_dim, check_elements, is_float, is_static, short_name
 from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.arguments import refuse_consumed
-from rlx_jax.trace.checks import check_count
 
 # Platforms with arrays that NumPy reads without a copy.
 HOST_PLATFORMS = ("cpu",)
@@ -438,15 +438,6 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
     """
     if bounds.positions is not None and seq > bounds.positions:
         raise SequenceLengthError(f"{flow}: {seq} tokens, and the model has {bounds.positions} positions")
-
-
-def check_integer(name: str, value: Any, low: int) -> int:
-    """Return an integer argument of a request, checked to be at least `low`.
-
-    Raises:
-        RequestError: it is no such integer.
-    """
-    return check_count(value, name, low, RequestError)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -149,7 +149,8 @@ class CompiledModel(ModelProgram):
             return self.programs.function(key).run(params, state, inputs)
         executable = self._executable(key, params, state, inputs)
         description = f"{self.name}: {key.program} of {dict(key.binding)}"
-        check_device_memory(executable.peak_bytes, description)
+        if executable.is_too_large:
+            check_device_memory(executable.peak_bytes, description)
         try:
             with out_of_memory(description):
                 try:

@@ -1,11 +1,8 @@
-"""This module defines keys of compiled programs, `ProgramKey` and `HelperCall`, and `Variant`, options of a program."""
+"""This module defines `ProgramKey`, the key of a compiled program, and `Variant`, options of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
-
-import jax
+from collections.abc import Callable, Sequence
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import ProgramWrapper, uncovered_arguments
@@ -78,27 +75,6 @@ class Variant:
 
 # All outputs, at each row's last token: the variant that generation runs most.
 LAST_TOKEN = Variant()
-
-
-@dataclass(frozen=True, eq=False)
-class HelperCall:
-    """A call of a helper function; see `Programs.run_helper`."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    static: tuple[Any, ...] = ()
-    out_shardings: Any = None
-    donate: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the name of the function."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
-    @property
-    def key(self) -> Hashable:
-        """Return the key of the compiled function."""
-        return self.function, self.static, tuple((a.shape, a.dtype) for a in jax.tree.leaves(self.arguments))
 
 
 def recompile_reason(

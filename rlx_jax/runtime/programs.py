@@ -19,13 +19,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from rlx_jax import errors
-from rlx_jax.compiler.compile_cache import UntracedError, with_compile_cache
+from rlx_jax.compiler.compile_cache import UntracedError
 from rlx_jax.compiler.dumps import write_dump
 from rlx_jax.compiler.executable import (
     Arrays,
     Executable,
     Function,
     HasCompanions,
+    HelperCall,
     Progress,
     Shardings,
     StateArrays,
@@ -33,6 +34,7 @@ from rlx_jax.compiler.executable import (
     to_device,
     trace_program,
     uncovered_arguments,
+    with_compile_cache,
 )
 from rlx_jax.compiler.first_programs import FirstPrograms
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
@@ -46,13 +48,12 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.mir.small import unread_inputs
-from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
-from rlx_jax.runtime.program_key import HelperCall, ProgramKey, recompile_reason
+from rlx_jax.runtime.program_key import ProgramKey, recompile_reason
 from rlx_jax.runtime.sequence_state import EmptyState, empty_state, state_shardings, with_last_token
 
 T = TypeVar("T")
@@ -98,6 +99,8 @@ class Programs:
     ) -> None:  # fmt: skip
         self.flows, self.source, self.settings, self.layout, self.progress = flows, source, settings, layout, progress
         self.captured = captured
+        self.model_sharding = settings.model_sharding  # None on one device, as all shardings are
+        self.replicated = None if self.model_sharding is None else self.model_sharding.replicated
         self.initialized_keys: tuple[str, ...] = ()  # keys of weights that were initialized at random
         self.init_key: jax.Array | None = None  # the key that they are initialized with
         self.unread_by_optional: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # inputs that no output reads
@@ -123,7 +126,8 @@ class Programs:
         self.is_warm = False  # whether warm-up is complete
         self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run
         self.recompiles = 0  # programs and helper functions compiled after warm-up
-        self.num_loaded = self.num_loaded_helpers = 0  # programs and helper functions loaded from the compile cache
+        self.num_loaded = 0  # programs loaded from the compile cache
+        self.num_compiled = 0  # programs and helper functions that were compiled, not loaded
         self.recompile_reasons: deque[str] = deque(maxlen=MAX_RECOMPILE_REASONS)  # those of the latest recompiles
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -233,6 +237,7 @@ class Programs:
                 message = f"{executable.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
                 warnings.warn(f"{message} makes this an error", errors.RlxWarning, stacklevel=2)
             self.num_loaded += executable.from_cache
+            self.num_compiled += not executable.from_cache
             self.report_progress(f"compile {key.text}", 1, 1)
             return executable
 
@@ -265,16 +270,6 @@ class Programs:
             return executable
 
         return compile_executable
-
-    @property
-    def model_sharding(self) -> ModelSharding | None:
-        """Return the sharding rules of the model, None on one device."""
-        return self.settings.model_sharding
-
-    @property
-    def replicated(self) -> NamedSharding | None:
-        """Return the replicated sharding, None on one device."""
-        return None if self.model_sharding is None else self.model_sharding.replicated
 
     def storage_shardings(self) -> dict[str, NamedSharding] | None:
         """Return the storage sharding of each parameter, None on one device."""
@@ -381,20 +376,20 @@ class Programs:
             out_shardings: the shardings of the result, the same in every call; None leaves them to XLA.
             donate: the arguments that the result may overwrite, the same in every call.
         """
-        with use_model_mesh(self.model_sharding):
-            moved = to_device(to_model_devices(arguments, self.model_sharding))
-            if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
-                moved = jax.device_put(moved, self.replicated)
-            call = HelperCall(function, moved, static, out_shardings, donate)
+        sharding = self.model_sharding
+        with contextlib.nullcontext() if sharding is None else use_model_mesh(sharding):
+            if sharding is not None:
+                arguments = to_model_devices(arguments, sharding)
+            if has_transfer_guard():  # copies from the host, and between devices, have to be explicit
+                arguments = to_device(arguments) if sharding is None else jax.device_put(arguments, self.replicated)
+            call = HelperCall(function, arguments, static, out_shardings, donate)
 
             def make() -> Callable[..., Any]:
                 run, is_loaded = self.compiled(call.key, lambda: self.trace_helper(call))
-                self.num_loaded_helpers += is_loaded
-                return run  # type: ignore[no-any-return]
+                self.num_compiled += not is_loaded
+                return out_of_memory(call.name)(run)
 
-            run = self.helpers(call.key, make)
-            with out_of_memory(call.name):
-                return run(*moved)  # type: ignore[no-any-return]
+            return self.helpers(call.key, make)(*arguments)  # type: ignore[no-any-return]
 
     def trace_helper(self, call: HelperCall) -> Callable[[], tuple[Callable[..., Any], bool]]:
         """Trace a helper function as `trace_executable` does a program; arguments may be `jax.ShapeDtypeStruct`."""
@@ -478,12 +473,8 @@ class Programs:
 
     def start_timer(self) -> Callable[[], tuple[float, int]]:
         """Start a timer. Return a function that reads it: the seconds, and the programs and helpers compiled since."""
-
-        def compiled() -> int:
-            return self.executables.num_inserted - self.num_loaded + self.helpers.num_inserted - self.num_loaded_helpers
-
-        start, before = time.perf_counter(), compiled()
-        return lambda: (time.perf_counter() - start, compiled() - before)
+        start, before = time.perf_counter(), self.num_compiled
+        return lambda: (time.perf_counter() - start, self.num_compiled - before)
 
     def record_recompile(self, reason: str) -> None:
         """Count a compile after warm-up, and record it for the report."""

@@ -33,17 +33,6 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def check_count(value: Any, name: str, minimum: int = 1, error: type[RlxError] = GraphError) -> int:
-    """Return an integer after checking that it is at least `minimum`; `name` is its name in messages.
-
-    Raises:
-        GraphError, or the class `error`: it is no such integer.
-    """
-    if not is_integer(value) or value < minimum:
-        raise error(f"{name} is {shown(value)}; expected an integer of at least {minimum}")
-    return int(value)
-
-
 # The Python types of values that an attribute with one of these annotations accepts.
 PLAIN_TYPES = {bool: bool, int: int, float: int | float, str: str, type(None): type(None)}
 

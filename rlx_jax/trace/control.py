@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
+from rlx_jax.errors import GraphError, RlxError, ShapeError, check_integer, first_line, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Value, locate_errors
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, lower_body
@@ -22,7 +22,6 @@ from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.region import replace_ops
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import trace_step
-from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.image_ops import Images
 from rlx_jax.trace.parameters import F32, WeightKey
 from rlx_jax.trace.writer import Body, V, is_integer, is_number
@@ -252,7 +251,7 @@ class Control(Images[V]):
         if not callable(step):
             raise GraphError(f"{self.path}: recurrent takes a function step(state, x_t, *params), got {shown(step)}")
         if unroll is not None:
-            check_count(unroll, f"{where}: unroll")
+            check_integer(f"{where}: unroll", unroll, error_class=GraphError)
         xs, x_form = jax.tree.flatten(x)
         weights, weights_form = jax.tree.flatten(params)
         init_leaves, state_form = jax.tree_util.tree_flatten_with_path(init)
@@ -304,7 +303,7 @@ class Control(Images[V]):
         Raises:
             GraphError: the width is no int of at least 1. ShapeError: x is not `[B, S, …]`.
         """
-        return self.add_node(hir.CausalWindow(check_count(width, f"{self.path}: width")), x)
+        return self.add_node(hir.CausalWindow(check_integer(f"{self.path}: width", width, error_class=GraphError)), x)
 
     def _check_tokens(self, where: str, xs: Sequence[Any]) -> None:
         """Check that the x of a recurrence are values `[B, S, …]` with equal batch and tokens."""

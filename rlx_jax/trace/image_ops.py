@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, check_integer, shown
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose, Pool
 from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
-from rlx_jax.trace.checks import bind_kind, check_count, items_of
+from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.products import Products
 from rlx_jax.trace.writer import Axes, Shape, V, is_integer
 
@@ -205,7 +205,7 @@ class Images(Products[V]):
         """
         x_type = self.type_of(x)
         channels = x_type.shape[1] if x_type.rank > 1 else 0
-        check_count(groups, f"{self.path}: group_norm: groups", error=ShapeError)
+        check_integer(f"{self.path}: group_norm: groups", groups, error_class=ShapeError)
         if not is_static(channels) or not channels or channels % groups:
             raise ShapeError(f"{self.path}: group_norm: {groups} groups do not divide the channels of {x_type}")
         later_axes = tuple(AxisOf(i) for i in range(2, x_type.rank))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, quote, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, check_integer, quote, shown
 from rlx_jax.ir.graph import Value, locate_errors
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
@@ -35,7 +35,7 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static, symbol
 from rlx_jax.trace.arithmetic import MAX_TERMS, Arithmetic, find_symbolic_slices, is_symbolic_slice, sum_terms
-from rlx_jax.trace.checks import bind_kind, check_count, items_of
+from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 from rlx_jax.trace.writer import Axes, Shape, V, is_integer, is_number
 
@@ -380,7 +380,7 @@ class Shapes(Arithmetic[V]):
         """Return 1 at index x of a new `axis` of size `num_classes`, and 0 elsewhere; all 0 where x is out of range."""
         if not np.issubdtype(self.type_of(x).dtype, np.integer):
             raise DTypeError(f"{self.path}: one_hot: classes are integers, got {self.type_of(x)}")
-        check_count(num_classes, f"{self.path}: one_hot: num_classes", error=ShapeError)
+        check_integer(f"{self.path}: one_hot: num_classes", num_classes, error_class=ShapeError)
         rank = self.type_of(x).rank + 1
         (at,) = self._new_axes(x, axis, 1)
         classes = np.arange(num_classes, dtype=np.int32).reshape([-1 if i == at else 1 for i in range(rank)])

@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import rlx_jax.losses as losses
 from rlx_jax.blocks.lora import has_adapters
-from rlx_jax.compiler.compile_cache import with_compile_cache
-from rlx_jax.compiler.executable import Arrays
+from rlx_jax.compiler.executable import Arrays, with_compile_cache
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import (
