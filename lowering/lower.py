@@ -14,6 +14,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.paths import Origin
+from rlx_jax.ir.queries import is_builtin
 from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.interpret import Env, interpret
@@ -60,7 +61,9 @@ def lower(graph: Graph, policy: str, types: TypeCache) -> Graph:
 
 def _lower(op: Hir, b: Builder, inputs: tuple[Value, ...], policy: str) -> tuple[Value, ...]:
     """Add the MIR of one block to the builder and return its results."""
-    rule = DIRECT.get(type(op)) or direct_rule(type(op)) if policy == "direct" else None
+    rule = DIRECT.get(type(op)) if policy == "direct" else None
+    if policy == "direct" and not is_builtin(type(op)):
+        rule = direct_rule(type(op))
     results = rule(op, b, inputs) if rule else None
     if results is not None:
         return results

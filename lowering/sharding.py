@@ -308,14 +308,3 @@ def _find_param(b: Builder, value: Value) -> Param | None:
     while isinstance(node.op, CastTo):
         node = b.nodes[node.inputs[0].node]
     return node.op if isinstance(node.op, Param) else None
-
-
-def remove_sharding_constraints(graph: Graph, types: TypeCache) -> Graph:
-    """Rewrite shard(x) → x, for a program on one device."""
-    if not any(isinstance(node.op, Shard) for _, node in graph.walk()):
-        return graph
-
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        return inputs if isinstance(node.op, Shard) else None
-
-    return rewrite(graph, everywhere(fn), types, "undivided")

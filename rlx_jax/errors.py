@@ -375,6 +375,16 @@ def check_names(
             raise error_class(f"{prefix} {quote(name)}{suffix} {listing(choices) or 'none'}{suggestion}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Check that an argument is True or False.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {shown(value)}; expected True or False")
+
+
 def check_integer(name: str, value: object, low: int = 1, error_class: type[RlxError] = RequestError) -> int:
     """Return an integer, of Python or NumPy, checked to be at least `low`; `name` is its name in messages.
 

@@ -445,10 +445,10 @@ class ModelFlow(Stages):
         and its bytes on one device. Communication between devices is up to XLA: `model.report()` counts it.
         """
         built = self.build(weights)
+        if mesh is None:
+            return summary(built.hir, unread=unread_inputs(built.hir))
         settings = choose_settings(built, None, merge=False, program=program)
         sharding = make_model_sharding(mesh, [built], settings, program, ())
-        if sharding is None:
-            return summary(built.hir, unread=unread_inputs(built.hir))
         padded = pad_vocabulary(built.hir, sharding, built.types)
         return summary(padded, sharding.describe_storage, unread_inputs(built.hir))
 

@@ -213,8 +213,8 @@ def derive_rule(cls: type[Op]) -> DeriveRule | None:
 
 
 def direct_rule(cls: type[Hir]) -> DirectRule | None:
-    """Return the direct lowering of a plugin for one of its blocks; None if there is none."""
-    return None if is_builtin(cls) else active_plugin().direct.get(cls)
+    """Return the direct lowering of a plugin for a block that is not built in; None if there is none."""
+    return active_plugin().direct.get(cls)
 
 
 # HIR extensions: rewrites from plugins or registered here, and the `FlowExtensionPlan` that selects them for a

@@ -26,7 +26,7 @@ from rlx_jax.ir.graph import (
 from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import TokenScan
-from rlx_jax.ir.ops.shape import Narrow, SplitLast
+from rlx_jax.ir.ops.shape import Narrow, Shard, SplitLast
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import bind_leaves, find_readers
 from rlx_jax.ir.region import Rewrite, drop_unread_sides, everywhere, replace_ops, rewrite
@@ -198,3 +198,14 @@ def unroll_steps(graph: Graph, types: TypeCache) -> Graph:
         return replace(op, unroll=UNROLL) if is_small else op
 
     return replace_ops(graph, TokenScan, unrolled, types, "unroll_steps")
+
+
+def remove_sharding_constraints(graph: Graph, types: TypeCache) -> Graph:
+    """Rewrite shard(x) → x, for a program on one device."""
+    if not any(isinstance(node.op, Shard) for _, node in graph.walk()):
+        return graph
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        return inputs if isinstance(node.op, Shard) else None
+
+    return rewrite(graph, everywhere(fn), types, "undivided")

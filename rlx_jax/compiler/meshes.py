@@ -39,15 +39,15 @@ class PlannedDevices:
 
 def make_model_sharding(
     mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
-) -> ModelSharding | None:
-    """Return the sharding rules of the flows of a model, None without a mesh.
+) -> ModelSharding:
+    """Return the sharding rules of the flows of a model.
 
     For a number of devices the axes are chosen here. In training, all devices shard the parameters and the batch
     (`fsdp`). For a model that generates, as many devices as its key heads and feed-forward blocks allow shard these
     (`tensor`), and the others shard rows (`data`). For any other model, all devices shard rows.
 
     Args:
-        mesh: a `jax.sharding.Mesh`, a number of devices, "auto" for all devices, or None. For a model that never runs
+        mesh: a `jax.sharding.Mesh`, a number of devices, or "auto" for all devices. For a model that never runs
             also an `AbstractMesh` or `PlannedDevices`.
         builds: the built flows.
         settings: the resolved profile, with the mesh axes of each role.
@@ -59,8 +59,6 @@ def make_model_sharding(
         ProfileError: a mesh axis shards nothing.
         UnsupportedError: heads that cannot be sharded evenly; a module at LIR.
     """
-    if mesh is None:
-        return None
     for built in builds:
         if built.stage == GraphStage.LIR:
             raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")

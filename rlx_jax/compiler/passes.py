@@ -35,7 +35,7 @@ from rlx_jax.lowering.mir import small
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.patterns import FINDERS, find_sites
 from rlx_jax.lowering.precision import compute_in, mixed_precision, pin_matmul, store_in
-from rlx_jax.lowering.sharding import add_sharding_constraints, remove_sharding_constraints
+from rlx_jax.lowering.sharding import add_sharding_constraints
 
 HIR, MIR = GraphStage.HIR, GraphStage.MIR
 Kind = Literal["program", "layout", "fusion", "cleaning"]
@@ -151,7 +151,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("quantize", HIR, quantize_weights, lambda job: job.settings.scheme_at if job.settings.quantized else None),
     Pass("precision", HIR, compute_in, lambda job: none_if_default(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
-    Pass("undivided", HIR, remove_sharding_constraints, lambda job: job.settings.model_sharding is None),
+    Pass("undivided", HIR, small.remove_sharding_constraints, lambda job: job.settings.model_sharding is None),
     Pass("unpack", HIR, unpack, sharding_if_any),
     Pass(
         "merge_linears",

@@ -42,12 +42,13 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.custom import check_captured, check_constants, is_exported
+from rlx_jax.ir.ops.custom import check_captured, is_exported
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized, packing_of
 from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import TensorType, as_dim, is_float
+from rlx_jax.ir.verify import check_constants
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.hir import explicit, row_layouts
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS

@@ -217,11 +217,7 @@ def settings_for(
     """
     device = running_device() if profile.fusion.target == "auto" else named_device(profile.fusion.target)
     target = supported_platform(device)
-    backend = getattr(profile.backend, target)
-    precision = profile.precision
-    roll, remat, train = profile.layers.roll, profile.layers.remat, program == "train"
-    if remat == "auto":
-        remat = "products" if target == "cuda" else "none"
+    backend, precision, train = getattr(profile.backend, target), profile.precision, program == "train"
     quantized = quantized_blocks(precision.weights)
     if train and quantized and not has_adapters(keys):
         raise ProfileError(
@@ -233,8 +229,6 @@ def settings_for(
     compute = compute_dtype(precision, target, source, keys)
     # Packed weights have no gradient: without adapters they are decoded, so that all weights are trained.
     packed = precision.weights not in ("f32", "bf16") and (not train or has_adapters(keys))
-    is_measured = train and device.has_kernels and not packed and compute == as_dtype("bf16")
-    default_options = _unnamed(TRAIN_OPTIONS) if is_measured else {}
     rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
     return Settings(
         device=device,
@@ -247,30 +241,41 @@ def settings_for(
         disabled_passes=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
         disabled_kinds=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
         merge=merge if backend.merge == "auto" else bool(backend.merge),
-        plan=Plan(
-            target=device.kind,
-            # A scan compiles faster, and unrolled layers run faster: the presets have figures. On a GPU a gradient that
-            # computes everything but products again is faster too, and takes a third of the memory.
-            scan=target == "tpu" or (train and target != "cuda") if roll == "auto" else roll == "scan",
-            remat=remat if train else "none",
-            implementation=profile.attention.implementation,
-            donate_state=profile.donation.state,
-            donate_inputs=profile.donation.inputs,
-            strict=profile.donation.strict,
-            packed=packed,
-            products=backend.products,
-            experts=backend.experts,
-            kernels=backend.kernels != "off" and not train,  # under a gradient their ops run
-            compiler_options=dict(sorted({**default_options, **backend.compiler_options}.items())),
-        ),
+        plan=_plan(profile, device, train, packed, compute),
         kv_dtype=kv_dtype,
         buckets=Buckets(**table, max_chunk=MAX_CHUNK if rounds else None),
         loop=LoopSettings(
             DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
             # Without kernels XLA compiles each layer twice.
-            2 if implementations.has_kernels(device) and backend.kernels != "off" else 1,
+            2 if device.has_kernels and implementations.has_mosaic() and backend.kernels != "off" else 1,
         ),
+    )
+
+
+def _plan(profile: CompileProfile, device: Device, train: bool, packed: bool, compute: np.dtype[Any]) -> Plan:
+    """Return how programs run by a profile; arguments as in `settings_for`, `Settings` and `Plan`."""
+    target, layers = device.kind, profile.layers
+    backend = getattr(profile.backend, target)
+    # A scan compiles faster, and unrolled layers run faster: the presets have figures. On a GPU a gradient that
+    # computes everything but products again is faster too, and takes a third of the memory.
+    scan = target == "tpu" or (train and target != "cuda") if layers.roll == "auto" else layers.roll == "scan"
+    remat = ("products" if target == "cuda" else "none") if layers.remat == "auto" else layers.remat
+    is_measured = train and device.has_kernels and not packed and compute == as_dtype("bf16")
+    default_options = _unnamed(TRAIN_OPTIONS) if is_measured else {}
+    return Plan(
+        target=target,
+        scan=scan,
+        remat=remat if train else "none",
+        implementation=profile.attention.implementation,
+        donate_state=profile.donation.state,
+        donate_inputs=profile.donation.inputs,
+        strict=profile.donation.strict,
+        packed=packed,
+        products=backend.products,
+        experts=backend.experts,
+        kernels=backend.kernels != "off" and not train,  # under a gradient their ops run
+        compiler_options=dict(sorted({**default_options, **backend.compiler_options}.items())),
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
+import jax
 import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field, replace
@@ -346,7 +347,7 @@ class TypeCache:
     def cached(self, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> T:
         """Return `fn(self, op, operands, *args)`, computed once and cached."""
         if not self.is_cached(fn, op, operands, *args):
-            with user_functions.without_disable_jit():
+            with jax.disable_jit(False):  # in Python, loops would fail for symbolic sizes
                 self.store(fn(self, op, operands, *args), fn, op, operands, *args)
         result: T = self._results[fn, op, operands, *args]
         return result
@@ -378,7 +379,7 @@ class TypeCache:
             RlxError: the operands do not fit, or a result has too many elements. Errors of JAX are converted.
         """
         try:
-            with user_functions.without_disable_jit():
+            with jax.disable_jit(False):
                 results = op.infer(self, *operands)
         except (RlxError, RecursionError):
             raise

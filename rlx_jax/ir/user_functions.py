@@ -16,7 +16,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -67,14 +66,6 @@ def types_of(result: Any) -> tuple[TensorType, ...]:
     """Return the tensor types of a result of `jax.eval_shape`: an array, or a flat tuple or list of arrays."""
     leaves = jax.tree.leaves(result)
     return tuple(TensorType(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
-
-
-def without_disable_jit() -> AbstractContextManager[None]:
-    """Return a context in which loops are traced as loops, even with `jax_disable_jit`.
-
-    Without it, JAX would run loops in Python, which fails for symbolic sizes.
-    """
-    return jax.disable_jit(False)
 
 
 def traced_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
@@ -200,7 +191,7 @@ def trace(fn: Callable[..., Any], operands: Sequence[TensorType]) -> tuple[Any, 
 
     JAX may still use cached traces of the functions that `fn` calls; see `trace_uncached`.
     """
-    with without_disable_jit():  # a new lambda, because JAX caches the traces of functions that it has seen
+    with jax.disable_jit(False):  # a new lambda, because JAX caches the traces of functions that it has seen
         closed_jaxpr, out = jax.make_jaxpr(lambda *a: fn(*a), return_shape=True)(*(t.spec for t in operands))  # noqa: PLW0108
     return closed_jaxpr, out
 
@@ -321,7 +312,7 @@ class TokenStep:
             GraphError: the user's function computes something else than when it was traced first.
         """
         if precision not in self.traces:
-            with without_disable_jit(), jax.default_matmul_precision(precision):
+            with jax.disable_jit(False), jax.default_matmul_precision(precision):
                 self.traces[precision] = retraced = jax.make_jaxpr(self.fn)(*(t.spec for t in self.operand_types))
             if fingerprint(retraced, precision=False)[0] != self.text:
                 raise GraphError(_impure_message(self.label))

@@ -43,6 +43,11 @@ def shapes_only(source: WeightSource) -> bool:
     return bool(getattr(source, "shapes_only", underlying is not None and shapes_only(underlying)))
 
 
+def has_any_values(source: WeightSource | None) -> bool:
+    """Return whether a source has the values of any weight."""
+    return source is not None and not shapes_only(source) and bool(source.keys())
+
+
 def is_decoded(source: WeightSource | None, key: str) -> bool:
     """Return whether `read` decodes a weight that is packed in its file: what the source's `is_decoded` returns."""
     method = getattr(source, "is_decoded", None)

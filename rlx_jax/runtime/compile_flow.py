@@ -21,7 +21,7 @@ from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
 from rlx_jax.errors import listing, suggest_keywords
 from rlx_jax.ir.param import packed_parameter
-from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource, has_any_values
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
@@ -32,7 +32,7 @@ from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Companion, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
-from rlx_jax.weights.overlay import has_any_values, with_initialized
+from rlx_jax.weights.overlay import with_initialized
 
 
 @suggest_keywords()

@@ -28,6 +28,7 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
+from rlx_jax.errors import check_flag as check_flag
 from rlx_jax.errors import check_integer as check_integer
 from rlx_jax.io import limits
 from rlx_jax.ir.types import MAX_DIM, TensorType, bind_dim, check_elements, is_float, is_static, short_name
@@ -438,13 +439,3 @@ def check_length(seq: int, bounds: Bounds, flow: str) -> None:
     """
     if bounds.positions is not None and seq > bounds.positions:
         raise SequenceLengthError(f"{flow}: {seq} tokens, and the model has {bounds.positions} positions")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Check that an argument is True or False.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {shown(value)}; expected True or False")

@@ -32,7 +32,7 @@ from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.param import Quantized, packed_parameter
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.types import is_float
-from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource, has_any_values
 from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
@@ -46,7 +46,7 @@ from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.random_keys import random_key
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
-from rlx_jax.weights.overlay import has_any_values, has_values, with_initialized
+from rlx_jax.weights.overlay import has_values, with_initialized
 from rlx_jax.weights.source import open_weights
 
 
@@ -86,15 +86,15 @@ def make_programs(
     builts = [*builds.values()]
     source = check_sources(builts, options.strict)
     settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, b in builds.items()})
-    model_sharding = make_model_sharding(options.mesh, builts, settings, program, serves)
-    settings = settings if model_sharding is None else with_model_sharding(settings, model_sharding)
+    if options.mesh is not None:
+        settings = with_model_sharding(settings, make_model_sharding(options.mesh, builts, settings, program, serves))
     settings = replace(settings, max_positions=max_positions)
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
     check_quantized_blocks(settings, [template.hir for template in templates.values()])
-    if model_sharding is not None:
-        check_divisible(model_sharding, layout.params.values())
+    if settings.model_sharding is not None:
+        check_divisible(settings.model_sharding, layout.params.values())
     captured = {name: built.captured for name, built in builds.items()}
     programs = Programs(flows_by_name, source, settings, layout, captured, options.progress)
     programs.fuses_by_default, programs.planned_program = merge, program

@@ -387,7 +387,7 @@ class Programs:
             def make() -> Callable[..., Any]:
                 run, is_loaded = self.compiled(call.key, lambda: self.trace_helper(call))
                 self.num_compiled += not is_loaded
-                return out_of_memory(call.name)(run)
+                return out_of_memory(call.name)(run)  # type: ignore[no-any-return]
 
             return self.helpers(call.key, make)(*arguments)  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import listing, quote
 from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
 from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource, has_any_values
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
 from rlx_jax.runtime.model import CompiledModel
@@ -26,7 +26,6 @@ from rlx_jax.weights.execute import fill, read_numbers
 from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.inverse import Piece, decoded_leaves, join_pieces, pieces
-from rlx_jax.weights.overlay import has_any_values
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 
 

@@ -87,11 +87,6 @@ def has_values(source: WeightSource | None, key: str) -> bool:
     return source is not None and not shapes_only(source) and source.has(key)
 
 
-def has_any_values(source: WeightSource | None) -> bool:
-    """Whether a source has the values of any weight."""
-    return source is not None and not shapes_only(source) and bool(source.keys())
-
-
 def with_initialized(source: WeightSource | None, initialized: Mapping[str, jax.Array]) -> WeightSource:
     """Return the weights of a source, with those in `initialized` (newly initialized) added or replaced."""
     if source is None:

@@ -22,28 +22,6 @@ from rlx_jax.ir.user_functions import types_of
 Array = jax.Array
 
 
-def check_constants(graph: Graph, types: TypeCache) -> None:
-    """Check that constants and arrays captured by functions are small in total; equal arrays count once.
-
-    Raises:
-        GraphError: together they exceed `MAX_CAPTURED` bytes; the message names the largest.
-    """
-    sizes: dict[Any, tuple[int, str]] = {}
-    for _, node in graph.walk():
-        location = f"{path_text(node.origin.path)} {node.op.text()}"
-        if isinstance(node.op, Constant):
-            sizes.setdefault(node.op.data, (len(node.op.data), location))
-        for array in types.captured_arrays.get(node.op, ()):
-            is_tracer = isinstance(array, jax.core.Tracer)  # a tracer has no bytes to compare
-            sizes.setdefault(id(array) if is_tracer else np.asarray(array).tobytes(), (array.nbytes, location))
-    total = sum(size for size, _ in sizes.values())
-    if total > user_functions.MAX_CAPTURED:
-        largest = sorted(sizes.values(), reverse=True)[:4]
-        largest_text = f"The largest: {'; '.join(f'{location}: {size} bytes' for size, location in largest)}"
-        constants = f"{total} bytes of constants in one program"
-        raise GraphError(f"{graph.name}: {constants}, {user_functions.CAPTURED_LIMIT}. {largest_text}")
-
-
 def check_captured(graph: Graph) -> None:
     """Check that the functions of a program compute the same as when the model was built.
 
