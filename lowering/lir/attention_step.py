@@ -13,8 +13,7 @@ from rlx_jax.lowering.lir.head_layouts import HeadLayouts
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, WIDTH, key_layout, value_layout
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
-from rlx_jax.lowering.lir.mosaic import load, pl
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.mosaic import WARPS, load, pl
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
@@ -225,7 +224,7 @@ class Blocks:
         number = self.row(index)[1] // self.spec.warp_keys
         place = pl.ds(number, WARPS), slice(None), pl.ds(self.column, self.spec.width)
         refs = zip(self.caches, layouts, strict=True)
-        return tuple(load(ref.at[place], layout=layout, optimized=False) for ref, layout in refs)
+        return tuple(load(ref.at[place], layout) for ref, layout in refs)
 
     def count(self, end: AnyArray) -> AnyArray:
         """Return the number of blocks of the warpgroup before slot `end`."""

@@ -32,8 +32,7 @@ from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, HeadRow
 from rlx_jax.lowering.lir.head_layouts import HeadLayouts, half_layout, sum_layout
 from rlx_jax.lowering.lir.head_sums import LOWEST, attend, attend_tiles, combine, scaled, warp_sums
 from rlx_jax.lowering.lir.head_tiles import query_layout
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.mosaic import WARPS, load, pl, plgpu, run_kernel
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
@@ -53,9 +52,9 @@ def make_head(row: HeadRow, head: AnyArray, width: int, refs: Sequence[Any], buf
     """
     columns, half = HeadLayouts.of(width).columns, row.n_rot // 2
     source = refs[row.source].at[pl.ds(row.offset + head * width, width)]
-    x, *others = (load(ref, layout=columns, optimized=False) for ref in (source, *(refs[i] for i in row.operands)))
+    x, *others = (load(ref, columns) for ref in (source, *(refs[i] for i in row.operands)))
     layout = half_layout(half) if half else None
-    tables = [load(refs[i].at[pl.ds(0, half)], layout=layout, optimized=False) for i in row.tables]
+    tables = [load(refs[i].at[pl.ds(0, half)], layout) for i in row.tables]
     yield
     y = x if row.trace is None else row.trace(x, *others, axis=0)[0]
     if row.n_rot < width:
@@ -65,7 +64,7 @@ def make_head(row: HeadRow, head: AnyArray, width: int, refs: Sequence[Any], buf
     yield
     if half:
         cos, sin = tables
-        parts = (load(buffers.at[0, pl.ds(i * half, half)], layout=layout) for i in range(2))
+        parts = (load(buffers.at[0, pl.ds(i * half, half)], layout, optimized=True) for i in range(2))
         first, second = (part.astype(jnp.float32) for part in parts)
         buffers[1, pl.ds(0, half)] = (first * cos - second * sin).astype(y.dtype)
         buffers[1, pl.ds(half, half)] = (second * cos + first * sin).astype(y.dtype)
@@ -102,7 +101,7 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
     warps = pl.ds(group * WARPS, WARPS)
     if spec.has_tiles:
         size = 4 if count <= 4 else MAX_ROWS
-        queries = load(buffers.at[pl.ds(0, size), 1], query_layout(size), optimized=False)
+        queries = load(buffers.at[pl.ds(0, size), 1], query_layout(size))
         sums = attend_tiles(spec, step, blocks, ahead, queries, interpret)
         totals_ref[0, :, warps], totals_ref[1, :, warps], sums_ref[0, :, warps] = sums
     else:
@@ -133,14 +132,14 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
     def _() -> None:
         for i, ref in enumerate(caches):
             place = step.slot // spec.warp_keys, lax.rem(step.slot, spec.warp_keys)
-            head = load(buffers.at[count + i, 1], layout=HeadLayouts.of(spec.width).columns)
+            head = load(buffers.at[count + i, 1], HeadLayouts.of(spec.width).columns, optimized=True)
             ref[*place, pl.ds(kv_head * spec.width, spec.width)] = head.astype(ref.dtype)
 
 
 def head_of(spec: AttentionKernel, buffers: Any, number: Any, layout: Any = None) -> AnyArray:
     """Return a head of the new token `[width]`, f32."""
     layout = HeadLayouts.of(spec.width).columns if layout is None else layout
-    return load(buffers.at[number, 1], layout=layout, optimized=False).astype(jnp.float32)
+    return load(buffers.at[number, 1], layout).astype(jnp.float32)
 
 
 def new_part(spec: AttentionKernel, buffers: Any, slot: Any, is_read: AnyArray) -> list[AnyArray]:

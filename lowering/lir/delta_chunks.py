@@ -21,8 +21,9 @@ from jax import lax
 
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
+from rlx_jax.lowering.lir.emit import arith, ir, llvm, mgpu, vector
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, run_kernel, transforms, vector
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, transforms
 from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
 
@@ -148,7 +149,7 @@ def prepare(t: ChunkSizes, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray
         shape, layout = (TOKENS, TOKENS), plgpu.Layout.WGMMA
 
         def along(axis: int, ref: Any) -> AnyArray:
-            values = load(ref, layout.reduce(1 - axis), optimized=False)
+            values = load(ref, layout.reduce(1 - axis))
             return lax.broadcast_in_dim(values, shape, (axis,))
 
         token, other = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
@@ -235,7 +236,7 @@ def run_program(t: ChunkSizes, refs: Any) -> None:
         place = refs.row, refs.head, slice(None), pl.ds(refs.group * COLUMNS, COLUMNS)
         start, last = (ref.at[place].transpose((1, 0)) for ref in (refs.start, refs.last))
         single = cast(Any, plgpu.Layout)._WGMMA_ACC_32BIT
-        state = plgpu.layout_cast(load(start, single, optimized=False), plgpu.Layout.WGMMA)
+        state = plgpu.layout_cast(load(start, single), plgpu.Layout.WGMMA)
         state = lax.fori_loop(0, t.chunks, functools.partial(run_chunk, t, refs), state)
         last[...] = plgpu.layout_cast(state, single)
         plgpu.wait_smem_to_gmem(0)
@@ -271,9 +272,7 @@ def run_chunk(t: ChunkSizes, refs: Any, i: AnyArray, state: AnyArray) -> AnyArra
     """
     slot, shape, layout, transposed = lax.rem(i, SLOTS), (COLUMNS, TOKENS), plgpu.Layout.WGMMA, (1, 0)
     plgpu.barrier_wait(refs.copied.at[slot])
-    total, rate = (
-        load(tiles.at[slot], layout.reduce(0), optimized=False) for tiles in (refs.total_tiles, refs.beta_tiles)
-    )
+    total, rate = (load(tiles.at[slot], layout.reduce(0)) for tiles in (refs.total_tiles, refs.beta_tiles))
     end = refs.total_tiles[slot, TOKENS - 1]
 
     def scaled(factors: AnyArray, values: AnyArray) -> AnyArray:
@@ -282,7 +281,8 @@ def run_chunk(t: ChunkSizes, refs: Any, i: AnyArray, state: AnyArray) -> AnyArra
     decay, rounded = jnp.exp(total), state.astype(t.dtype)
     tiles = (refs.k_tiles.at[slot], refs.q_tiles.at[slot])
     erased, across = products(t, *((zeros(*shape), [(rounded, tile.transpose(transposed))]) for tile in tiles))
-    values = load(refs.v_tiles.at[slot * t.groups + refs.group].transpose(transposed), layout).astype(jnp.float32)
+    v_tile = refs.v_tiles.at[slot * t.groups + refs.group].transpose(transposed)
+    values = load(v_tile, layout, optimized=True).astype(jnp.float32)
     change = scaled(rate, values - scaled(decay, erased)).astype(t.dtype)
     (new,) = products(t, (zeros(*shape), [(change, refs.solved_tiles.at[slot].transpose(transposed))]))
     written = scaled(jnp.exp(end - total), new).astype(t.dtype)
@@ -383,7 +383,7 @@ def inverted_blocks(t: ChunkSizes, blocks: Any, lower: AnyArray) -> AnyArray:
         return jnp.stack(solved, axis=1).reshape(lower.shape)
     blocks[...] = lower
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit_blocks)(blocks)
-    return load(blocks, plgpu.Layout.WGMMA, optimized=False)
+    return load(blocks, plgpu.Layout.WGMMA)
 
 
 def substitute(row: Callable[[int], Sequence[Any]], subtract: Callable[..., Any], unit: Sequence[Any]) -> list[Any]:

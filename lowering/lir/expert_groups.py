@@ -28,7 +28,6 @@ from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import (
     SLOTS,
-    Layouts,
     Matvec,
     Tiling,
     WeightTiles,
@@ -37,8 +36,7 @@ from rlx_jax.lowering.lir.matvec import (
     run_tiles,
     scratch_of,
 )
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
-from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, load, pl, plgpu, tiled
 from rlx_jax.lowering.lir.product_groups import GroupKey, is_constant, results_of, struct
 from rlx_jax.lowering.mir.small import dce
 
@@ -170,7 +168,7 @@ def stream_experts(
 
     def select(refs: Any) -> None:
         choice = refs.first * up.tile_rows // inner
-        expert, layouts = find_expert(refs.logits, choice), Layouts.of(up)
+        expert = find_expert(refs.logits, choice)
 
         @pl.when(refs.first * up.tile_rows == choice * inner)
         def _() -> None:
@@ -181,11 +179,11 @@ def stream_experts(
             rows = pl.ds((expert - choice) * inner + row, up.tile_rows)
             return refs.weights[part].at[rows, pl.ds(line, up.tile_lines)]
 
-        spec = Matvec(up, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16), (bf16,), (bf16,), bf16)
-        run_program(spec, layouts, refs, WeightTiles(up, source, refs, layouts))
+        spec = Matvec(up, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16))
+        run_program(spec, refs, WeightTiles(up, source, refs))
 
     def add(refs: Any) -> None:
-        layouts, lines = Layouts.of(down), inner // down.width
+        lines = inner // down.width
         chunks = lines // down.tile_lines
 
         def source(_: int, row: AnyArray, line: AnyArray) -> Any:
@@ -194,7 +192,7 @@ def stream_experts(
             return refs.weight.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
 
         def prologue(x: AnyArray, axis: int | None) -> list[AnyArray]:
-            (share,) = shares(load(refs.values, layout=each_layout(), optimized=False), axis=0)
+            (share,) = shares(load(refs.values, each_layout()), axis=0)
             refs.shares[...] = share.astype(jnp.float32)
             return [x]
 
@@ -202,8 +200,7 @@ def stream_experts(
             return refs.shares[chunk // chunks]
 
         epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(refs.entries), bf16)
-        spec = Matvec(down, prologue, epilogue, (bf16,), (bf16,), bf16)
-        run_program(spec, layouts, refs, WeightTiles(down, source, refs, layouts, factor))
+        run_program(Matvec(down, prologue, epilogue), refs, WeightTiles(down, source, refs, factor))
 
     views = [
         w.reshape(-1, t.lines if t is up else inner // t.width, t.width)
@@ -250,10 +247,9 @@ def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
         choice: the number of the choice.
     """
     count = logits[0].shape[0]
-    tiles = plgpu.Tiling(((LANES * WARPS, 4), (LANES, 4)))
-    layout = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+    layout = tiled(((LANES * WARPS, 4), (LANES, 4)), (-4,), (-2,))
     square = (count, count)
-    loaded = (load(ref, layout=layout.reduce(1 - axis), optimized=False) for axis, ref in enumerate(logits))
+    loaded = (load(ref, layout.reduce(1 - axis)) for axis, ref in enumerate(logits))
     rows = (jnp.where(a == a, a, jnp.inf) for a in loaded)  # NaN is selected first, as `TopK` does
     own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
     number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
@@ -265,5 +261,4 @@ def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
 
 def each_layout() -> Any:
     """Return a layout in which every thread has all entries of a vector."""
-    tiles, copies = plgpu.Tiling(((1,),)), plgpu.Replicated
-    return plgpu.Layout.TILED(tiles, warp_dims=(copies(WARPS),), lane_dims=(copies(LANES),), vector_dim=-1)
+    return tiled(((1,),), copies(WARPS), copies(LANES))

@@ -25,23 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.lowering.lir.emit import arith, emit_asm, ir, llvm, mgpu, vector, wait_for_rows
 from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks, count_into_blocks
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace
-from rlx_jax.lowering.lir.mosaic import (
-    arith,
-    emit_asm,
-    ir,
-    llvm,
-    load,
-    mgpu,
-    pl,
-    plgpu,
-    run_kernel,
-    transforms,
-    vector,
-    wait_for_rows,
-)
+from rlx_jax.lowering.lir.mosaic import copies, load, pl, plgpu, run_kernel, tiled, transforms
 
 AnyArray = Any
 
@@ -281,7 +269,7 @@ def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: Any, tile: Any
         products = [y[:, i : i + width] if shape[1] > width else y for y in sums for i in range(0, shape[1], width)]
         for p, bias in enumerate(refs.biases):
             own = bias.at[refs.experts[block], pl.ds(column * width, width)]
-            row = load(own, plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
+            row = load(own, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
             products[p] += lax.broadcast_in_dim(row, products[p].shape, (1,))
         write_tile(sizes, refs, tile, finish(*products)[0].astype(refs.out.dtype))
 
@@ -303,7 +291,7 @@ def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
     """Copy the steps of a tile to shared memory, each once its slot is free."""
     block, column = sizes.place(refs.program, tile)
     expert, rows = refs.experts[block], pl.ds(block * sizes.rows, sizes.rows)
-    own, width = [load(ref.at[rows], row_layout(), optimized=False) for ref in refs.numbers], sizes.tile_columns
+    own, width = [load(ref.at[rows], row_layout()) for ref in refs.numbers], sizes.tile_columns
 
     @pl.loop(0, sizes.steps)
     def _(k: AnyArray) -> None:
@@ -348,8 +336,7 @@ def await_end(sizes: ProductSizes, refs: Any, end: AnyArray) -> None:
 
 def row_layout() -> Any:
     """Return the layout of the numbers of rows: `ROW_THREADS` threads have every 16th number."""
-    tiles, copies = plgpu.Tiling(((16,), (4,), (1,))), plgpu.Replicated(ROW_THREADS)
-    return plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2, copies), vector_dim=-1)
+    return tiled(((16,), (4,), (1,)), (-3,), (-2, *copies(ROW_THREADS)))
 
 
 def copy_rows(target: Any, x: Any, numbers: AnyArray, step: AnyArray, depth: int) -> None:

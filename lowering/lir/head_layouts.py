@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.lowering.lir.mosaic import plgpu
-from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, tiled
 
 # Neighbouring entries of a lane, where it reads 16 bytes of bf16.
 READ_VECTOR = 8
@@ -37,17 +36,15 @@ class HeadLayouts:
         """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
         columns = min(width, LANES * vector)
         row_lanes = LANES * vector // columns
-        tiles = plgpu.Tiling(((WARPS, row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
         warp, *lanes = (-4, -2) if row_lanes == 1 else (-5, -2, -3)
-        tile = plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1)
+        tile = tiled(((WARPS, row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]), (warp,), lanes)
         return HeadLayouts(tile, tile.reduce((0, 1)), tile.reduce(2))
 
 
 def sums_layout(width: int) -> Any:
     """Return the layout of rows of f32 in every warp, of which a lane has 16 neighbouring bytes of each at most."""
     vector = min(4, width // LANES)
-    tiles = plgpu.Tiling(((1, LANES * vector), (vector,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1)
+    return tiled(((1, LANES * vector), (vector,)), copies(WARPS), (-2,))
 
 
 def sum_layout(width: int) -> Any:
@@ -58,7 +55,4 @@ def sum_layout(width: int) -> Any:
 def half_layout(size: int) -> Any:
     """Return the layout of a row of `size` entries, a power of 2, in every warp."""
     vector = max(1, size // LANES)
-    lanes = size // vector
-    tiles = plgpu.Tiling(((size,), (vector,)))
-    lane_dims = (-2,) if lanes == LANES else (-2, plgpu.Replicated(LANES // lanes))
-    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=lane_dims, vector_dim=-1)
+    return tiled(((size,), (vector,)), copies(WARPS), (-2, *copies(LANES * vector // size)))

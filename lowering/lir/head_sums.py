@@ -16,8 +16,7 @@ from jax import lax
 from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, NewToken
 from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sums_layout
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, result_layout, score, score_layout, weigh
-from rlx_jax.lowering.lir.mosaic import load, plgpu
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.mosaic import WARPS, load, plgpu
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
@@ -143,8 +142,8 @@ def warp_sums(spec: AttentionKernel, totals_ref: Any, sums_ref: Any) -> list[Any
         sums_ref: weighted values `[parts, warps, width]`, to be added.
     """
     layout = sums_layout(spec.width)
-    peaks, totals = (load(totals_ref.at[i], layout=layout.reduce(1), optimized=False) for i in range(2))
-    parts = (load(sums_ref.at[i], layout=layout, optimized=False) for i in range(sums_ref.shape[0]))
+    peaks, totals = (load(totals_ref.at[i], layout.reduce(1)) for i in range(2))
+    parts = (load(sums_ref.at[i], layout) for i in range(sums_ref.shape[0]))
     values = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
     factors = jnp.exp(peaks - (peak := peaks.max(axis=0)))
     weighted = (values * lax.broadcast_in_dim(factors, values.shape, (0,))).sum(axis=0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlx_jax.lowering.lir.mosaic import array_of, ir, llvm, mgpu, mma, number, plgpu, vector, words
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.emit import array_of, ir, llvm, mgpu, mma, number, vector, words
+from rlx_jax.lowering.lir.mosaic import WARPS, copies, plgpu, tiled
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
@@ -24,16 +24,12 @@ WIDTH, WARP_KEYS = 64, 16
 
 def query_layout(heads: int) -> Any:
     """Return the layout of the queries `[heads, width]` of 4 or 8 heads."""
-    copies = (plgpu.Replicated(MAX_ROWS // heads),) if heads < MAX_ROWS else ()
-    tiles = plgpu.Tiling(((heads, 32), (8,)))
-    warps = (plgpu.Replicated(WARPS),)
-    return plgpu.Layout.TILED(tiles, warp_dims=warps, lane_dims=(*copies, -3, -2), vector_dim=-1)
+    return tiled(((heads, 32), (8,)), copies(WARPS), (*copies(MAX_ROWS // heads), -3, -2))
 
 
 def key_layout() -> Any:
     """Return the layout of a block of keys `[WARPS, WARP_KEYS, width]`."""
-    tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 32), (8, 32), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(((WARPS, WARP_KEYS, 32), (8, 32), (8,)), (-6,), (-3, -2))
 
 
 def value_layout() -> Any:
@@ -41,20 +37,17 @@ def value_layout() -> Any:
 
     The two columns of a lane in a result are 32 apart, so that lanes store results to different shared memory banks.
     """
-    tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 64), (8, 64), (2, 32), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-8,), lane_dims=(-2, -4, -5), vector_dim=-1)
+    return tiled(((WARPS, WARP_KEYS, 64), (8, 64), (2, 32), (8,)), (-8,), (-2, -4, -5))
 
 
 def score_layout() -> Any:
     """Return the layout of the scores `[8, WARPS, WARP_KEYS]`."""
-    tiles = plgpu.Tiling(((MAX_ROWS, WARPS, WARP_KEYS), (8,), (2,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1)
+    return tiled(((MAX_ROWS, WARPS, WARP_KEYS), (8,), (2,)), (-4,), (-5, -2))
 
 
 def result_layout() -> Any:
     """Return the layout of the weighted values `[8, WARPS, width]`."""
-    tiles = plgpu.Tiling(((MAX_ROWS, WARPS, 64), (32,), (8,), (4,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-6, -3), vector_dim=-1)
+    return tiled(((MAX_ROWS, WARPS, 64), (32,), (8,), (4,)), (-5,), (-6, -3))
 
 
 def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:

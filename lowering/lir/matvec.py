@@ -22,8 +22,8 @@ from jax import lax
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
-from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, plgpu, run_kernel, tiled
+from rlx_jax.lowering.lir.packed_matvec import PackedTiles, PackedTiling
 
 AnyArray = Any
 
@@ -83,6 +83,16 @@ class Tiling:
         return self.lines, self.width
 
     @property
+    def layout(self) -> Any:
+        """Return where a tile is: each warp has whole rows, each lane some neighbouring entries of a line."""
+        return tiled(((WARPS, 1, self.width), (self.width // LANES,)), (-4,), (-2,))
+
+    @property
+    def y_layout(self) -> Any:
+        """Return where one entry for each row of a tile is."""
+        return self.layout.reduce((1, 2))
+
+    @property
     def is_even(self) -> bool:
         """Return whether the tiles of a row share no lines."""
         return self.lines % self.tile_lines == 0
@@ -137,50 +147,31 @@ class Matvec:
         tiling: how the weight is divided: a `Tiling`, `PackedTiling` or, for several rows, a `RowsTiling`.
         prologue: `(x, …) → (row, kept rows …)` over whole rows; the first result is multiplied.
         epilogue: `(y parts …, …) → results` over entries of y.
-        row_dtypes: the dtypes of the prologue's results.
-        out_dtypes: the dtypes of the results.
-        product_dtype: the dtype of y.
     """
 
     tiling: Any
     prologue: Callable[..., list[AnyArray]]
     epilogue: KernelTrace
-    row_dtypes: tuple[Any, ...]
-    out_dtypes: tuple[Any, ...]
-    product_dtype: Any
+
+    @property
+    def out_dtypes(self) -> list[Any]:
+        """Return the dtypes of the results."""
+        return [aval.dtype for aval in self.epilogue.jaxpr.out_avals]
+
+    @property
+    def product_dtype(self) -> Any:
+        """Return the dtype of y."""
+        return self.epilogue.jaxpr.in_avals[0].dtype
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """Where the entries of arrays are in registers.
+def row_layout(t: Tiling | PackedTiling) -> tuple[Any, bool]:
+    """Return where the entries of a whole row are for the prologue, and whether it is repeated.
 
-    Attributes:
-        tile: of a tile of the weight: each warp has whole rows, each lane some neighbouring entries of a line.
-        x: of the same columns of x, in every warp.
-        y: of one entry for each row of a tile.
-        row: of a whole row for the prologue: divided among all lanes, or as x if its length does not divide.
-        is_repeated: whether `row` repeats entries.
+    It is divided among all lanes, or in every warp if its length does not divide.
     """
-
-    tile: Any
-    x: Any
-    y: Any
-    row: Any
-    is_repeated: bool
-
-    @staticmethod
-    def of(t: Tiling | PackedTiling) -> Layouts:
-        """Return the layouts of a tiling."""
-        if isinstance(t, PackedTiling):
-            tile = t.layout
-        else:
-            tiles = plgpu.Tiling(((WARPS, 1, t.width), (t.width // LANES,)))
-            tile = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-        axes = (1, 2, 3) if isinstance(t, PackedTiling) else (1, 2)
-        columns = math.prod(t.x_shape)
-        vector = next((n for n in (8, 4, 2, 1) if columns % (LANES * WARPS * n) == 0), None)
-        row = tile.reduce(0) if vector is None else plgpu.Layout.WG_STRIDED(t.x_shape, vector)
-        return Layouts(tile, tile.reduce(0), tile.reduce(axes), row, vector is None)
+    columns = math.prod(t.x_shape)
+    vector = next((n for n in (8, 4, 2, 1) if columns % (LANES * WARPS * n) == 0), None)
+    return (t.layout.reduce(0), True) if vector is None else (plgpu.Layout.WG_STRIDED(t.x_shape, vector), False)
 
 
 @dataclass(frozen=True)
@@ -193,14 +184,12 @@ class WeightTiles:
         refs: shared memory for x `[lines, width]` and for the `tiles` `[slots, parts, tile rows, tile lines, width]`, a
             barrier for each slot, which its copies complete (`copied`), and the first tile of rows of the program and
             the end.
-        layouts: where entries are.
         factor: `chunk → number`, which multiplies the products of a tile; None for 1.
     """
 
     tiling: Tiling
     source: Callable[[int, AnyArray, AnyArray], Any]
     refs: Any
-    layouts: Layouts
     factor: Callable[[Any], AnyArray] | None = None
 
     def begin(self) -> tuple[()]:
@@ -226,8 +215,8 @@ class WeightTiles:
 
     def load_x(self, chunk: Any) -> AnyArray:
         """Return the values of x for a tile of a row, in float32, for each row of the tile."""
-        t, start, layout = self.tiling, self.tiling.first_line(chunk), self.layouts.x
-        part = load(self.refs.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
+        t, start, layout = self.tiling, self.tiling.first_line(chunk), self.tiling.layout.reduce(0)
+        part = load(self.refs.x.at[pl.ds(start, t.tile_lines)], layout, optimized=True).astype(jnp.float32)
         if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
             lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layout)
             part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
@@ -238,7 +227,7 @@ class WeightTiles:
         t, step = self.tiling, tile * self.tiling.chunks + chunk
         slot = lax.rem(step, t.slots)
         plgpu.barrier_wait(self.refs.copied.at[slot])
-        tiles = (load(self.refs.tiles.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
+        tiles = (load(self.refs.tiles.at[slot, part], t.layout, optimized=True) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
         if self.factor is not None:
             results = [y * jnp.broadcast_to(self.factor(chunk), y.shape) for y in results]
@@ -272,20 +261,18 @@ def sum_chunks(tiles: Any, tile: AnyArray, only_x: Any, begun: Any, stored: Any 
     return sums, begun
 
 
-def run_program(spec: Matvec, layouts: Layouts, refs: Any, tiles: WeightTiles | PackedTiles) -> None:
+def run_program(spec: Matvec, refs: Any, tiles: WeightTiles | PackedTiles) -> None:
     """Run one program of the kernel: the prologue, and the product and the epilogue for its tiles of rows.
 
     Args:
         spec: the shapes and functions.
-        layouts: where entries are.
         refs: operands of the prologue (`rows`) and of the epilogue (`entries`), results of the epilogue (`results`) and
             of the prologue (`kept`), and the first tile of rows and the end.
         tiles: the tiles of the weight.
     """
-    t = spec.tiling
+    t, (layout, is_repeated) = spec.tiling, row_layout(spec.tiling)
     begun: Any = tiles.begin()
-    rows = [load(ref, layout=layouts.row, optimized=False) for ref in refs.rows]
-    x, *kept = spec.prologue(*rows, axis=0 if layouts.is_repeated else None)
+    x, *kept = spec.prologue(*(load(ref, layout) for ref in refs.rows), axis=0 if is_repeated else None)
     stored: Any = tiles.store_x(x)
     for ref, row in zip(refs.kept, kept, strict=True):
 
@@ -297,7 +284,7 @@ def run_program(spec: Matvec, layouts: Layouts, refs: Any, tiles: WeightTiles | 
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
         out_rows = pl.ds((refs.first + tile) * t.tile_rows, t.tile_rows)
-        operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in refs.entries]
+        operands = [load(ref.at[out_rows], t.y_layout) for ref in refs.entries]
 
         sums, begun = sum_chunks(tiles, tile, only_x, begun, stored)
         # After the last chunk, as an infinite unit times the 0 of another chunk is NaN.
@@ -326,7 +313,9 @@ def matvec(
     Returns:
         the results of the epilogue `[rows]`, then the prologue's results after the first `[K]`.
     """
-    t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
+    t, prologue = spec.tiling, spec.prologue
+    assert isinstance(prologue, KernelTrace)
+    x_dtype, *kept = (aval.dtype for aval in prologue.jaxpr.out_avals)
     arrays = t.views(weight) if isinstance(t, PackedTiling) else [weight.reshape(-1, t.lines, t.width)]
 
     def program(refs: Any) -> None:
@@ -338,8 +327,8 @@ def matvec(
             def source(part: int, row: AnyArray, line: AnyArray) -> Any:
                 return refs.weight[0].at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
 
-            tiles = WeightTiles(t, source, refs, layouts)
-        run_program(spec, layouts, refs, tiles)
+            tiles = WeightTiles(t, source, refs)
+        run_program(spec, refs, tiles)
 
     bytes_of_x = {"x_bytes": [plgpu.SMEM(t.x_shape, jnp.int8)] * 4}
     scratch = bytes_of_x if isinstance(t, PackedTiling) else scratch_of(t, x_dtype, weight.dtype)

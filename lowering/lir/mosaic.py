@@ -1,4 +1,4 @@
-"""Pallas, its Mosaic GPU backend and MLIR, each imported when it is first used, as that takes a quarter of a second."""
+"""Kernels in Pallas' Mosaic GPU backend, which is imported when it is first used: that takes a quarter of a second."""
 
 from __future__ import annotations
 
@@ -8,28 +8,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
-import numpy as np
 from jax import lax
 
 __all__ = [
-    "LazyModule",
-    "arith",
-    "array_of",
-    "emit_asm",
-    "ir",
-    "llvm",
-    "load",
-    "mgpu",
-    "mma",
-    "number",
-    "pl",
-    "plgpu",
-    "run_kernel",
-    "transforms",
-    "vector",
-    "wait_for_rows",
-    "words",
-]
+    "LANES", "WARPS", "LazyModule", "copies", "load", "pl", "plgpu", "run_kernel", "tiled", "transforms",
+]  # fmt: skip
+
+# Warps of a warpgroup, and lanes of a warp.
+WARPS, LANES = 4, 32
 
 
 class LazyModule:
@@ -44,13 +30,8 @@ class LazyModule:
 
 if TYPE_CHECKING:
     from jax.experimental import pallas as pl
-    from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
 else:
-    ir, mgpu = LazyModule("jaxlib.mlir.ir"), LazyModule("jax.experimental.mosaic.gpu")
-    arith, llvm, vector = (LazyModule(f"jaxlib.mlir.dialects.{name}") for name in ("arith", "llvm", "vector"))
     pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.mosaic_gpu")
 
 
@@ -95,55 +76,26 @@ def run_kernel(
     return run(*flat(inputs))
 
 
-def load(ref: Any, layout: Any, optimized: bool = True) -> Any:
+def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
     """Return the values of a reference in a layout, by `plgpu.load`, which jax 0.10 declares otherwise."""
     return cast(Any, plgpu.load)(ref, layout=layout, optimized=optimized)
+
+
+def tiled(tiles: Sequence[tuple[int, ...]], warps: Sequence[Any], lanes: Sequence[Any]) -> Any:
+    """Return the layout of an array in registers.
+
+    Args:
+        tiles: tiles of the array, tiles of these, and so on. A lane has the last axis of the last one.
+        warps, lanes: the axes that warps and lanes divide, counted from the last one, and `copies`.
+    """
+    return plgpu.Layout.TILED(plgpu.Tiling(tuple(tiles)), warp_dims=tuple(warps), lane_dims=tuple(lanes), vector_dim=-1)
+
+
+def copies(count: int) -> tuple[Any, ...]:
+    """Return what stands for so many warps or lanes with the same entries among the axes of `tiled`."""
+    return (plgpu.Replicated(count),) if count > 1 else ()
 
 
 def transforms(columns: int = 64) -> tuple[Any, ...]:
     """Return the layout in shared memory of 16-bit tiles that `wgmma` reads."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-
-
-def emit_asm(asm: str, operands: Sequence[Any], constraints: str) -> None:
-    """Emit instructions of the device."""
-    llvm.inline_asm(None, operands, asm, constraints, has_side_effects=True)
-
-
-def wait_for_rows(begun: int) -> None:
-    """Wait until all copies by `cp.async` but the last `begun` have ended, and `wgmma` reads what they wrote."""
-    asm = f"cp.async.wait_group {begun}; fence.proxy.async.shared::cta;"
-    plgpu.inline_mgpu()(lambda _: emit_asm(asm, [], ""))()
-
-
-def number(value: int) -> Any:
-    """Return 32 bits in a kernel."""
-    return mgpu.c(value - 2**32 if value >= 2**31 else value, ir.IntegerType.get_signless(32))
-
-
-def words(register: Any) -> list[Any]:
-    """Return the words of 32 bits of a register of a kernel."""
-    element = register.type.element_type
-    bits = 16 if str(element) in ("bf16", "f16") else int(element.width)
-    count = register.type.shape[0] * bits // 32
-    vectors = vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register)
-    return [vector.extract(vectors, [], [i]) for i in range(count)]
-
-
-def array_of(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], is_signed: Any = None) -> Any:
-    """Return registers of a kernel, in order, as an array in a layout of Pallas."""
-    device_layout, objects = layout.to_mgpu(), np.empty(len(registers), object)
-    objects[:] = registers
-    objects = objects.reshape(device_layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=objects, _layout=device_layout, _is_signed=is_signed)
-
-
-def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Return sums plus the products of 16 rows and 16 columns of a with 8 columns of b."""
-    f32 = ir.F32Type.get()
-    asm = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
-    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]

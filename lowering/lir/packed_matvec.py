@@ -23,12 +23,10 @@ from jax import lax
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import six_bit_words
-from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, load, number, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.emit import arith, array_of, ir, llvm, number, vector, words
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, plgpu, tiled
 
 AnyArray = Any
-
-# Warps of a program, and lanes of a warp.
-WARPS, LANES = 4, 32
 
 # Bytes that a lane reads at once.
 VECTOR = 16
@@ -130,7 +128,12 @@ class PackedTiling:
         tiles = (tile,) if tile[first:] == inner else (tile, inner)
         warp = -4 if len(tiles) == 1 else -4 - len(inner)
         lane_dims = tuple(i - 4 for i in range(3) if lanes[i] > 1)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp,), lane_dims=lane_dims, vector_dim=-1)
+        return tiled(tiles, (warp,), lane_dims)
+
+    @property
+    def y_layout(self) -> Any:
+        """Return where one entry for each row of a tile is."""
+        return self.layout.reduce((1, 2, 3))
 
     def views(self, arrays: dict[str, AnyArray]) -> list[AnyArray]:
         """Return the arrays of a weight, in the order of `fetch`, with axes for blocks and groups."""
@@ -196,7 +199,7 @@ class PackedTiles:
             else:
                 reads = [(scales, layout.reduce(3 if len(scales.shape) == 3 else (2, 3)))]
             reads.insert(0, (codes, layout))
-            parts.append([load(ref, part_layout, optimized=False) for ref, part_layout in reads])
+            parts.append([load(ref, part_layout) for ref, part_layout in reads])
         return parts
 
     def store_x(self, x: AnyArray) -> tuple[AnyArray, AnyArray]:
@@ -236,7 +239,7 @@ class PackedTiles:
         blocks, layout = pl.ds(chunk * t.tile_blocks, t.tile_blocks), t.layout.reduce(0)
         halves = [(blocks, h) if t.form.by_block else (blocks, slice(None), h) for h in range(t.form.halves)]
         refs = self.refs.x_bytes[first : first + 2]
-        parts = [[load(ref.at[half], layout=layout, optimized=False) for ref in refs] for half in halves]
+        parts = [[load(ref.at[half], layout) for ref in refs] for half in halves]
         return [[*part, self.dot(None, part)] if packing.zero or packing.minimum else part for part in parts]
 
     def begin(self) -> list[list[AnyArray]]:

@@ -24,20 +24,9 @@ from jax import lax
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES, Scheme
+from rlx_jax.lowering.lir.emit import emit_asm, ir, llvm, mgpu, vector, wait_for_rows
 from rlx_jax.lowering.lir.implementations import few_rows, with_reference
-from rlx_jax.lowering.lir.mosaic import (
-    emit_asm,
-    ir,
-    llvm,
-    load,
-    mgpu,
-    pl,
-    plgpu,
-    run_kernel,
-    transforms,
-    vector,
-    wait_for_rows,
-)
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, transforms
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
 from rlx_jax.lowering.lir.tile_decoder import STEP, TILE, Decoder, code_layout
 
@@ -204,7 +193,7 @@ def multiply_unit(d: Division, decoder: Decoder, refs: Any, count: AnyArray, uni
             plgpu.barrier_wait(refs.x_copied.at[slot])
             for piece, scale in zip(pieces, scales if len(scales) == len(pieces) else scales * 2, strict=True):
                 tile_of_codes = piece if decoder.bits == 8 else 0
-                codes = load(refs.code_tiles.at[slot, tile_of_codes, own], code_layout(), optimized=False)
+                codes = load(refs.code_tiles.at[slot, tile_of_codes, own], code_layout())
                 values = decoder.decode(codes, scale, jnp.int32(piece), (part * d.steps + k) * STEP)
                 if decoder.interprets:
                     refs.decoded[refs.group] = values
@@ -233,7 +222,7 @@ def multiply_unit(d: Division, decoder: Decoder, refs: Any, count: AnyArray, uni
     @pl.when(half == 0)
     def _() -> None:
         plgpu.barrier_wait(refs.summed)
-        others = load(refs.sums.at[own], plgpu.Layout.WGMMA, optimized=False)
+        others = load(refs.sums.at[own], plgpu.Layout.WGMMA)
         pl.when(unit + 1 < count)(lambda: plgpu.barrier_arrive(refs.added))
         store(decoder, refs.out.at[part], d.tiles * d.features, first, total + others)
 

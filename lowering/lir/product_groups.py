@@ -393,6 +393,4 @@ def kernel_of(key: GroupKey) -> Matvec:
     before = jax.make_jaxpr(prologue)(*(struct(one_row(body.type(v), count)) for v in rows))
     after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
     weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts), key.scheme, count)
-    row_dtypes, out_dtypes = (tuple(a.dtype for a in jaxpr.out_avals) for jaxpr in (before, after))
-    product_dtype = body.type(parts[0]).dtype
-    return Matvec(weight_tiling, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)
+    return Matvec(weight_tiling, KernelTrace(before), KernelTrace(after))

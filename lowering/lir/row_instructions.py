@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
-from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, mgpu, mma, number, plgpu, vector, words
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.emit import arith, array_of, ir, llvm, mgpu, mma, number, vector, words
+from rlx_jax.lowering.lir.mosaic import WARPS, copies, plgpu, tiled
 
 AnyArray = Any
 
@@ -33,15 +33,12 @@ def factor_layout(count: int, itemsize: int) -> Any:
     vector = math.gcd(per_warp, 16 // itemsize)
     tiles = ((8, count), (vector,)) if vector == per_warp else ((8, count), (per_warp,), (vector,))
     row = -1 - len(tiles)
-    lanes = (row, plgpu.Replicated(4))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(row + 1,), lane_dims=lanes, vector_dim=-1)
+    return tiled(tiles, (row + 1,), (row, *copies(4)))
 
 
 def sum_layout() -> Any:
     """Return the layout of the results of the instruction, `[WARPS, 8, rows]`."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, 8, 8), (2, 8), (1,))), warp_dims=(-6,), lane_dims=(-2, -5), vector_dim=-1
-    )
+    return tiled(((WARPS, 8, 8), (2, 8), (1,)), (-6,), (-2, -5))
 
 
 def product(t: Any, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:

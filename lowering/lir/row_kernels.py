@@ -18,7 +18,7 @@ from jax import lax
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, tiled
 from rlx_jax.lowering.lir.recurrent import MAX_TAPS, STATE_COLUMNS, one_token
 
 AnyArray = Any
@@ -32,8 +32,7 @@ SELECTING_ROWS = 16
 
 def state_layout() -> Any:
     """Return where columns of a state `[keys, STATE_COLUMNS]` are: a warp has all rows of 16 columns."""
-    tiles = plgpu.Tiling(((8, STATE_COLUMNS), (8, 16), (4,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(((8, STATE_COLUMNS), (8, 16), (4,)), (-4,), (-3, -2))
 
 
 @with_reference(one_token)
@@ -64,9 +63,9 @@ def update_states(
         h, b = refs.head, refs.row
         columns, tile = pl.ds(refs.part * STATE_COLUMNS, STATE_COLUMNS), state_layout()
         spread = functools.partial(lax.broadcast_in_dim, shape=(keys, STATE_COLUMNS))
-        old = load(refs.state.at[b, h, :, columns], tile, optimized=False)
-        vectors = [load(x.at[b, h // times], tile.reduce(1), optimized=False) for x in (refs.q, refs.k)]
-        value = load(refs.v.at[b, h, columns], tile.reduce(0), optimized=False).astype(jnp.float32)
+        old = load(refs.state.at[b, h, :, columns], tile)
+        vectors = [load(x.at[b, h // times], tile.reduce(1)) for x in (refs.q, refs.k)]
+        value = load(refs.v.at[b, h, columns], tile.reduce(0)).astype(jnp.float32)
         query, key = (spread(x.astype(jnp.float32), broadcast_dimensions=(0,)) for x in vectors)
         old = old * jnp.exp(refs.g[b, h].astype(jnp.float32))
         change = refs.beta[b, h].astype(jnp.float32) * (value - (old * key).sum(axis=0))
@@ -86,8 +85,7 @@ def update_states(
 def token_layout(width: int) -> Any:
     """Return where tokens `[tokens, width]` are: a lane has 8 neighbouring columns."""
     rows = 256 // width
-    tiles = plgpu.Tiling(((4 * rows, width), (rows, width), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(((4 * rows, width), (rows, width), (8,)), (-5,), (-3, -2))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
@@ -125,7 +123,7 @@ def convolve(
 
         for slot in range(min(SLOTS, blocks)):
             copy(jnp.int32(slot), jnp.int32(slot))
-        rates = [load(refs.weights.at[j, columns], layout.reduce((0,)), optimized=False) for j in range(taps)]
+        rates = [load(refs.weights.at[j, columns], layout.reduce((0,))) for j in range(taps)]
 
         @pl.loop(0, blocks)
         def _(block: AnyArray) -> None:
@@ -133,7 +131,7 @@ def convolve(
             plgpu.barrier_wait(refs.copied.at[slot])
             y = jnp.float32(0)
             for j, rate in enumerate(rates):
-                row = load(refs.tokens_in.at[slot, pl.ds(j, size)], layout, optimized=False)
+                row = load(refs.tokens_in.at[slot, pl.ds(j, size)], layout)
                 y = y + row.astype(jnp.float32) * spread(rate, 1)
             y = y.astype(dtype).astype(jnp.float32)
             y = (y * jax.nn.sigmoid(y)).astype(dtype)
@@ -165,8 +163,7 @@ def convolve(
 
 def entry_layout() -> Any:
     """Return where the entries of rows are: 8 lanes share a row."""
-    tiles = plgpu.Tiling(((16, 32), (4, 32), (4,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(((16, 32), (4, 32), (4,)), (-5,), (-3, -2))
 
 
 @with_reference(TopK.eval)
@@ -187,7 +184,7 @@ def select(count: int, rows: AnyArray, interpret: Any = None) -> list[AnyArray]:
     def body(refs: Any) -> None:
         own, tile = pl.ds(refs.program * SELECTING_ROWS, SELECTING_ROWS), entry_layout()
         spread = functools.partial(lax.broadcast_in_dim, shape=(SELECTING_ROWS, size), broadcast_dimensions=(0,))
-        keys = flipped(lax.bitcast_convert_type(load(refs.x.at[own], tile, optimized=False), jnp.int32))
+        keys = flipped(lax.bitcast_convert_type(load(refs.x.at[own], tile), jnp.int32))
         keys = jnp.maximum(keys, chosen + 1)
         left = size - plgpu.broadcasted_iota(jnp.int32, keys.shape, 1, layout=tile)  # most for the first of equal ones
         for i in range(count):

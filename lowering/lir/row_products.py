@@ -19,8 +19,8 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import Matvec, run_tiles, sum_chunks
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
-from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
+from rlx_jax.lowering.lir.mosaic import WARPS, copies, load, pl, plgpu, tiled
+from rlx_jax.lowering.lir.packed_matvec import read_ahead
 from rlx_jax.lowering.lir.row_instructions import COLUMNS, GROUP, TILE_ROWS, factor_layout, product
 
 AnyArray = Any
@@ -119,26 +119,21 @@ def quad_layout(rows: int, runs: int, vector: int, halves: int = 1) -> Any:
         halves: whether there is an axis of 2 before the last one.
     """
     inner = (halves, 4 * vector) if halves > 1 else (4 * vector,)
-    tiles = plgpu.Tiling(((rows, runs, *inner), (runs // WARPS, *inner), (vector,)))
     warp, row = (-5, -6) if halves == 1 else (-7, -8)
-    lanes = (row, -2) if rows == 8 else (plgpu.Replicated(8 // rows), row, -2)
-    return plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=lanes, vector_dim=-1)
+    return tiled(((rows, runs, *inner), (runs // WARPS, *inner), (vector,)), (warp,), (*copies(8 // rows), row, -2))
 
 
 def row_layout(rows: int, inner: Sequence[int]) -> Any:
     """Return the layout of whole rows `[rows, groups, *inner]` before the product: each warp has one row."""
     lanes = tuple(range(-2 - len(inner), -1))
-    warps = (lanes[0] - 1,) if rows == WARPS else (plgpu.Replicated(WARPS // rows), lanes[0] - 1)
-    tiles = plgpu.Tiling(((rows, 8, *inner), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=warps, lane_dims=lanes, vector_dim=-1)
+    return tiled(((rows, 8, *inner), (8,)), (*copies(WARPS // rows), lanes[0] - 1), lanes)
 
 
 def result_layout(count: int) -> Any:
     """Return the layout of results `[count, TILE_ROWS]`: one for each lane, or for several."""
     tiles: tuple[tuple[int, ...], ...] = ((count, TILE_ROWS), (2, TILE_ROWS), (1,))
     tiles, warps = (tiles, (-5,)) if count > 2 else (tiles[1:], ())
-    copies = (plgpu.Replicated(MAX_ROWS // count),) if count < MAX_ROWS else ()
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(*copies, *warps), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(tiles, (*copies(MAX_ROWS // count), *warps), (-3, -2))
 
 
 def find_rows_tiling(rows: int, columns: int, parts: int, scheme: str, count: int) -> RowsTiling | None:
@@ -191,7 +186,7 @@ class RowTiles:
             rows = pl.ds(part * t.rows + (self.refs.first + tile) * TILE_ROWS, TILE_ROWS)
             size = ref.shape[1] // t.chunks // t.warpgroups
             layout = t.code_layout if len(ref.shape) == 3 else factor_layout(size, ref.dtype.itemsize)
-            return load(ref.at[rows, pl.ds((self.refs.group * t.chunks + chunk) * size, size)], layout, optimized=False)
+            return load(ref.at[rows, pl.ds((self.refs.group * t.chunks + chunk) * size, size)], layout)
 
         return [[read(ref, part) for ref in self.refs.weight] for part in range(t.parts)]
 
@@ -199,7 +194,7 @@ class RowTiles:
         """Return the rows of x for the columns of a tile."""
         t = self.tiling
         part = self.refs.x.at[:, pl.ds((self.refs.group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
-        return load(part, t.x_layout, optimized=False)
+        return load(part, t.x_layout)
 
     def step(self, tile: AnyArray, chunk: Any, x: AnyArray, arrays: Any, _: Any) -> tuple[list[AnyArray], Any]:
         """Return the sums of each warp for each part, and the next tile's arrays."""
@@ -218,8 +213,8 @@ def prepare_rows(spec: Matvec, refs: Any) -> None:
 
     def read(ref: Any, rows: Any) -> AnyArray:
         if len(ref.shape) == len(shape):
-            return load(ref.at[rows], layout, optimized=False)
-        return lax.broadcast_in_dim(load(ref, layout.reduce(0), optimized=False), shape, range(1, len(shape)))
+            return load(ref.at[rows], layout)
+        return lax.broadcast_in_dim(load(ref, layout.reduce(0)), shape, range(1, len(shape)))
 
     for start in range(0, t.count, shape[0] * t.warpgroups):
         first = start + refs.group * shape[0]
@@ -251,7 +246,7 @@ def run_program(spec: Matvec, tiles: RowTiles, refs: Any, has_ops: bool) -> None
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
         tile_rows = pl.ds((refs.first + tile) * TILE_ROWS, TILE_ROWS)
-        operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in refs.entries]
+        operands = [load(ref.at[:, tile_rows], layout) for ref in refs.entries]
         sums, begun = sum_chunks(tiles, tile, only_x, begun)
         slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
         for part, total in enumerate(sums):
@@ -263,7 +258,7 @@ def run_program(spec: Matvec, tiles: RowTiles, refs: Any, has_ops: bool) -> None
         def _() -> None:
             def add_warps(part: int) -> AnyArray:
                 warps = (refs.sums.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
-                y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
+                y = functools.reduce(jnp.add, [load(warp, layout) for warp in warps])
                 return y.astype(spec.product_dtype)
 
             for ref, y in zip(refs.results, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):

@@ -15,7 +15,8 @@ from jax import lax
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import BITS, Scheme
 from rlx_jax.ir.packed_values import group_scales
-from rlx_jax.lowering.lir.mosaic import array_of, ir, llvm, load, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.emit import array_of, ir, llvm, vector, words
+from rlx_jax.lowering.lir.mosaic import copies, load, pl, plgpu, tiled
 
 AnyArray = Any
 
@@ -53,13 +54,11 @@ class Decoder:
     def layout(self) -> Any:
         """Return where the scales of a step or half of one are: one, two or four of a row, or words."""
         if self.scheme.six_bits:
-            tiles = plgpu.Tiling(((TILE, 4), (16, 4), (8, 4)))
-            return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-2, plgpu.Replicated(4)), vector_dim=-1)
+            return tiled(((TILE, 4), (16, 4), (8, 4)), (-6,), (-2, *copies(4)))
         n = self.scales_of_row
         if n == 1:
             return plgpu.Layout.WGMMA.reduce(1)
-        tiles, copies = plgpu.Tiling(((TILE, n), (16, n), (8, n), (1,))), (plgpu.Replicated(4 // n),) * (n < 4)
-        return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2, *copies), vector_dim=-1)
+        return tiled(((TILE, n), (16, n), (8, n), (1,)), (-7,), (-3, -2, *copies(4 // n)))
 
     @property
     def scales_of_row(self) -> int:
@@ -75,7 +74,7 @@ class Decoder:
             scale = lax.broadcast_in_dim(scales[lax.div(first, rows), column], (TILE,), ())
             return plgpu.layout_cast(scale, self.layout)
         ref = scales.at[pl.ds(first, TILE), pl.ds(column, n) if n > 1 else column]
-        return load(ref, self.layout, optimized=False)
+        return load(ref, self.layout)
 
     def decode(self, codes: AnyArray, scales: AnyArray, piece: AnyArray, column: AnyArray) -> AnyArray:
         """Return values in the layout of `wgmma`, with columns in the order of `copy_x`.
@@ -179,5 +178,4 @@ SIX_BITS = f"""{{
 
 def code_layout() -> Any:
     """Return the layout of codes: a lane has 16 neighbours of two rows."""
-    tiles = plgpu.Tiling(((TILE, TILE), (16, TILE), (8, TILE), (16,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+    return tiled(((TILE, TILE), (16, TILE), (8, TILE), (16,)), (-7,), (-3, -2))
