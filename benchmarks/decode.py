@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py                  the 135M shape in f32 on the CPU, the 1B shape in bf16 on a GPU
     python benchmarks/decode.py --torch          transformers too, in the same process
+    python benchmarks/decode.py --alone --only "prefill 8x2048"      one job, ours
 
 Ours goes through `lm.generate` and `lm.prefill`, as a user's call does. Peers: Llama written by hand in jax.numpy
 (`handwritten_decode.py`, every layout; ratios are to the fastest), and transformers' eager `generate` where asked for.
@@ -14,7 +15,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import handwritten_decode as hand
@@ -213,7 +214,7 @@ class Row:
     ms: dict[str, float]
 
     def best_peer(self) -> float:
-        return min(v for k, v in self.ms.items() if k.startswith("hand"))
+        return min((v for k, v in self.ms.items() if k.startswith("hand")), default=float("nan"))
 
 
 def measure(name: str, calls: dict[str, tuple[Call, Call | None]], steps: int, rounds: int) -> Row:
@@ -227,19 +228,22 @@ def measure(name: str, calls: dict[str, tuple[Call, Call | None]], steps: int, r
         call()
         call()
     times = interleaved(flat, rounds)
-    ms: dict[str, float] = {}
+    readings: dict[str, list[float]] = {}
     for who, (_, shorter) in calls.items():
         less = times[f"{who}, shorter"] if shorter is not None else [0.0] * len(times[who])
-        ms[who] = statistics.median(a - b for a, b in zip(times[who], less, strict=True)) / steps * 1e3
-    emit(job=name, ms={k: round(v, 3) for k, v in ms.items()})
-    return Row(name, ms)
+        readings[who] = [round((a - b) / steps * 1e3, 4) for a, b in zip(times[who], less, strict=True)]
+    row = Row(name, {who: statistics.median(ms) for who, ms in readings.items()})
+    emit(job=name, ms=row.ms, readings=readings)
+    return row
 
 
-def rows_of(shape: Shape, torch_peer: Torch | None, rounds: int) -> list[Row]:
+def rows_of(shape: Shape, torch_peer: Torch | None, rounds: int, only: str) -> list[Row]:
     lm = build(shape)
     params = {str(lay): hand.parameters(shape.sizes, lay, hand_dtype(shape), tied=True) for lay in shape.layouts}
     steps, rows = LONG - SHORT, []
     for batch in shape.batches:
+        if only not in f"decode {batch}":
+            continue
         calls: dict[str, tuple[Call, Call | None]] = {
             "ours": (our_decode(lm, shape, batch, LONG), our_decode(lm, shape, batch, SHORT))
         }
@@ -249,13 +253,15 @@ def rows_of(shape: Shape, torch_peer: Torch | None, rounds: int) -> list[Row]:
             calls["torch"] = (torch_peer.decode(shape, batch, LONG), torch_peer.decode(shape, batch, SHORT))
         rows.append(measure(f"decode {batch}", calls, steps, rounds))
     for (batch, seq), queued in itertools.product(shape.prompts, dict.fromkeys((shape.queued, 1))):
+        alone = ", alone" if queued < shape.queued else ""
+        if only not in (name := f"prefill {batch}x{seq}{alone}"):
+            continue
         calls = {"ours": (our_prefill(lm, shape, batch, seq, queued), None)}
         for lay in shape.layouts:
             calls[f"hand {lay}"] = (hand_prefill(shape, lay, params[str(lay)], batch, seq, queued), None)
         if torch_peer:
             calls["torch"] = (torch_peer.prefill(shape, batch, seq, queued), None)
-        alone = ", alone" if queued < shape.queued else ""
-        rows.append(measure(f"prefill {batch}x{seq}{alone}", calls, queued, rounds))
+        rows.append(measure(name, calls, queued, rounds))
     return rows
 
 
@@ -264,15 +270,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="by default 1b on a GPU, else 135m")
     parser.add_argument("--torch", action="store_true", help="transformers too")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="jobs that contain this text, such as 'decode 1'")
+    parser.add_argument("--alone", action="store_true", help="nothing by hand")
     args = parser.parse_args()
     gpu = jax.default_backend() == "gpu"
     shape = SHAPES[args.shape or ("1b" if gpu else "135m")]
+    if args.alone:
+        shape = replace(shape, layouts=())
     peer = Torch.build(shape, "cuda" if gpu else "cpu") if args.torch else None
     goals, lines, goals_by_row = Goals(), [], dict(shape.ms)
-    for row in rows_of(shape, peer, args.rounds):
+    for row in rows_of(shape, peer, args.rounds, args.only):
         ours, best = row.ms["ours"], row.best_peer()
         verdict = ""
-        if shape.ratio is not None:
+        if shape.ratio is not None and not args.alone:
             verdict = goals.at_most(f"{row.name}, ours / best hand-written", ours / best, shape.ratio)
         if row.name in goals_by_row:
             verdict = f"{goals.at_most(f'{row.name}, ms', ours, goals_by_row[row.name])} ({goals_by_row[row.name]:g})"

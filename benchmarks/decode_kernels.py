@@ -1,22 +1,32 @@
 """Decoding of one or several rows on one GPU with the package's kernels and without, beside the time to read weights.
 
-    python benchmarks/decode_kernels.py [--shapes 1b,qwen3-0.6b,gemma3-1b,135m,8b] [--context 128] [--rows 1]
-        [--tokens 64] [--weights bf16]
+    python benchmarks/decode_kernels.py                        all shapes, one row after 128 tokens
+    python benchmarks/decode_kernels.py --shapes 1b --rows 1 8 --context 128 8000 32000 128000
+    python benchmarks/decode_kernels.py --shapes 1b qwen3.5-0.8b --tokens 64 --float32
 
 Random weights of each shape, in bf16 or packed (`--weights int8`, `int4`). A step is the difference of two calls of
-`lm.generate`, in turn with and without kernels. Greedy tokens of 20 prompts are compared, and where two answers part,
-the difference of the two likeliest logits there is printed: a rounding decides only where it is small.
+`lm.generate`, in turn with and without kernels, the median of `--rounds`. With `--tokens`, greedy tokens of 20 prompts
+are compared, and where two answers part, the difference of the two likeliest logits there is printed: a rounding
+decides only where it is small. With `--float32` the log-probabilities of the answers are also compared with those that
+a model in float32 gives the same tokens. A first run fills the compile cache: several may run at once for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
+import itertools
 import statistics
-import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
+import ml_dtypes
 import numpy as np
+import plan
+from moe import RandomSource
+from report import emit, interleaved
 
 import rlx_jax as rlx
 
@@ -44,89 +54,116 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3-1b": sizes(26, 1152, 6912, 4, 1, 256, 262144)
     | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "query_pre_attn_scalar": 256}
     | {"sliding_window": 512, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"},
+    "qwen3.5-0.8b": plan.SHAPES["qwen3_5_text"],
+    "30b-a3b": plan.SHAPES["qwen3_moe"],
 }  # fmt: skip
+"""Of the mixture 8 of 48 layers."""
 
-RECIPES = {"llama": rlx.Llama32Flow, "qwen3": rlx.Qwen3Flow, "gemma3_text": rlx.GemmaFlow}
+RECIPES = plan.RECIPES
 
 
-def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights: str) -> Any:
-    """Return a model with random weights."""
-    profile = rlx.CompileProfile().replace(
-        precision={"compute": "bf16", "weights": weights}, backend={"cuda": {"kernels": kernels}}
+Call = Callable[[], Any]
+
+
+def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights: str, compute: str = "bf16") -> Any:
+    """Return a model with random weights, the same for each profile."""
+    precision = {"compute": compute, "weights": weights} | ({"matmul": "highest"} if compute == "f32" else {})
+    profile = rlx.CompileProfile().replace(precision=precision, backend={"cuda": {"kernels": kernels}})
+    recipe = plan.recipe_of(config)
+    specs = {k: jax.ShapeDtypeStruct(s.shape, np.dtype(ml_dtypes.bfloat16)) for k, s in recipe.shapes().items()}
+    return rlx.CausalLM(recipe, RandomSource(specs), profile=profile, max_positions=max_positions)
+
+
+def step_times(models: dict[str, Any], prompts: list[list[int]], new: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Return the milliseconds of a step of each model in each round, as differences of calls that run in turn."""
+    calls: dict[str, Call] = {
+        f"{name} {tokens}": partial(lm.generate, prompts, max_new_tokens=tokens)
+        for name, lm in models.items()
+        for tokens in new
+    }
+    for call in calls.values():
+        call()  # compiles
+    times = interleaved(calls, rounds)
+    short, long = new
+    return {
+        name: [
+            round(1e3 * (b - a) / (long - short), 4)
+            for a, b in zip(times[f"{name} {short}"], times[f"{name} {long}"], strict=True)
+        ]
+        for name in models
+    }
+
+
+def step_bytes(lm: Any, config: dict[str, Any], rows: int, context: int) -> int:
+    """Return the bytes that a step has to read: weights without experts that are not chosen, keys and values."""
+    chosen = config.get("num_experts_per_tok", 0) * rows / config.get("num_experts", 1)
+    nbytes = 0.0
+    for name, a in lm.model.params.items():
+        if "embed_tokens" not in name or config["tie_word_embeddings"]:
+            nbytes += a.nbytes * (min(1.0, chosen) if "experts" in name else 1.0)
+    found = rlx.plan(
+        plan.recipe_of(config), device="h200", batch=rows, context=context, profile=plan.profile_of("bf16")
     )
-    recipe: Any = RECIPES[config["model_type"]]
-    return rlx.CausalLM(
-        recipe.for_prefill(config), {}, missing="init", key=0, profile=profile, max_positions=max_positions
-    )
+    return int(nbytes) + found.cache_bytes
 
 
-def step_seconds(lm: Any, prompts: list[list[int]], short: int, long: int) -> float:
-    """Return the seconds of one step."""
-    times = []
-    for tokens in (short, long):
-        start = time.perf_counter()
-        lm.generate(prompts, max_new_tokens=tokens)
-        times.append(time.perf_counter() - start)
-    return (times[1] - times[0]) / (long - short)
+def answers(lm: Any, prompts: list[list[int]], tokens: int, rows: int) -> list[Any]:
+    """Return greedy answers with the log-probabilities of the two likeliest tokens."""
+    batches = (prompts[i : i + rows] for i in range(0, len(prompts), rows))
+    return [answer for batch in batches for answer in lm.generate(batch, max_new_tokens=tokens, logprobs=2)]
 
 
-def compare_tokens(on: Any, off: Any, prompts: list[list[int]], tokens: int, rows: int) -> dict[str, Any]:
+def compare_tokens(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     """Return how many answers are equal, and the gaps of the two likeliest tokens where they part."""
-    equal, gaps = 0, []
-    batches = [prompts[i : i + rows] for i in range(0, len(prompts), rows)]
-    answers = (
-        [answer for batch in batches for answer in lm.generate(batch, max_new_tokens=tokens, logprobs=2)]
-        for lm in (on, off)
-    )
-    for ours, theirs in zip(*answers, strict=True):
-        a, b = np.array(ours.tokens), np.array(theirs.tokens)
-        if (a == b).all():
-            equal += 1
-            continue
-        first = int(np.argmax(a != b))
-        (_, best), (_, second) = theirs.top[first][:2]
-        gaps.append(round(best - second, 4))
-    return {"equal": equal, "prompts": len(prompts), "gaps": gaps}
+    gaps = []
+    for one, other in zip(ours, theirs, strict=True):
+        parted = np.flatnonzero(np.array(one.tokens) != np.array(other.tokens))
+        if parted.size:
+            (_, best), (_, second) = other.top[parted[0]][:2]
+            gaps.append(round(best - second, 4))
+    return {"prompts": len(ours), "equal": len(ours) - len(gaps), "gaps": gaps}
+
+
+def compare_float32(exact: Any, found: list[Any], prompts: list[list[int]]) -> dict[str, float]:
+    """Return how the log-probabilities of answers differ from those of a model in float32."""
+    scores = exact.score([(p, list(a.tokens)) for p, a in zip(prompts, found, strict=True)])
+    apart = np.array([np.subtract(a.token_logprobs, s.token_logprobs) for a, s in zip(found, scores, strict=True)])
+    return {"rms": round(float(np.sqrt((apart**2).mean())), 5), "largest": round(float(np.abs(apart).max()), 4)}
 
 
 def main() -> None:
-    """Print one line of JSON for each shape."""
+    """Print lines of JSON for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--context", nargs="+", type=int, default=[128])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1], help="prompts that are decoded together")
+    parser.add_argument("--kernels", nargs="+", choices=("auto", "off"), default=["auto", "off"])
     parser.add_argument("--weights", default="bf16")
-    parser.add_argument("--rows", type=int, default=1, help="prompts that are decoded together")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--new", nargs=2, type=int, default=[17, 113], help="new tokens of the two calls")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=0, help="of each answer that is compared")
+    parser.add_argument("--float32", action="store_true", help="compare the answers with a model in float32")
     args = parser.parse_args()
-    for name in args.shapes.split(","):
-        config = SHAPES[name]
+    for name in args.shapes:
+        config, longest = SHAPES[name], max(args.context) + max(*args.new, args.tokens)
+        models = {kernels: open_model(config, kernels, longest, args.weights) for kernels in args.kernels}
         rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, config["vocab_size"], args.context).tolist() for _ in range(20)]
-        models = {
-            kernels: open_model(config, kernels, args.context + 1024, args.weights) for kernels in ("auto", "off")
-        }
-        seconds: dict[str, list[float]] = {kernels: [] for kernels in models}
-        for lm in models.values():
-            step_seconds(lm, prompts[: args.rows], 33, 513)  # compiles
-        for _ in range(args.rounds):
-            for kernels, lm in models.items():
-                seconds[kernels].append(step_seconds(lm, prompts[: args.rows], 33, 513))
-        ms = {kernels: round(1e3 * statistics.median(values), 4) for kernels, values in seconds.items()}
-        model = models["auto"].model
-        weights = sum(a.nbytes for a in model.params.values())
-        row = {
-            "shape": name,
-            "weights": args.weights,
-            "context": args.context,
-            "rows": args.rows,
-            "ms": ms,
-            "weights_ms": round(weights / BANDWIDTH * 1e3, 3),
-        }
-        print(
-            json.dumps(row | compare_tokens(*models.values(), prompts, args.tokens, args.rows)),
-            flush=True,
-        )
+        for context, rows in itertools.product(args.context, args.rows):
+            prompts = rng.integers(0, config["vocab_size"], (max(20, rows), context)).tolist()
+            times = step_times(models, prompts[:rows], args.new, args.rounds) if args.rounds else {}
+            limit = 1e3 * step_bytes(models[args.kernels[0]], config, rows, context) / BANDWIDTH
+            row = {"shape": name, "weights": args.weights, "context": context, "rows": rows}
+            medians = {kernels: round(statistics.median(ms), 4) for kernels, ms in times.items()}
+            emit(**row, ms=medians, limit=round(limit, 3), readings=times)
+            if not args.tokens:
+                continue
+            found = {kernels: answers(lm, prompts, args.tokens, rows) for kernels, lm in models.items()}
+            emit(**row, **compare_tokens(found["auto"], found["off"]))
+            if args.float32:
+                exact = open_model(config, "off", longest, "f32", "f32")
+                emit(**row, float32={k: compare_float32(exact, a, prompts) for k, a in found.items()})
+        models.clear()
+        gc.collect()
 
 
 if __name__ == "__main__":

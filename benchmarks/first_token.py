@@ -44,6 +44,7 @@ def write_checkpoint(directory: Path, shape: str) -> None:
     import numpy as np
     from decode import SHAPES
     from handwritten_llama import hf_config
+    from report import noise
     from safetensors.numpy import save_file
 
     from rlx_jax.models.llama import LlamaConfig, weight_specs
@@ -51,11 +52,8 @@ def write_checkpoint(directory: Path, shape: str) -> None:
     chosen = SHAPES[shape]
     config = {**hf_config(chosen.sizes), "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"]}
     dtype = np.float32 if chosen.dtype == "f32" else jnp.bfloat16
-    rng = np.random.default_rng(0)
-    weights = {
-        key: (rng.standard_normal(spec.shape, np.float32) * np.float32(0.02)).astype(dtype)
-        for key, spec in weight_specs(LlamaConfig.from_hf(config)).items()
-    }
+    numbers = noise(dtype)
+    weights = {key: np.resize(numbers, spec.shape) for key, spec in weight_specs(LlamaConfig.from_hf(config)).items()}
     save_file(weights, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
 

@@ -2,6 +2,7 @@
 
     python benchmarks/hybrid.py               Qwen3.5-0.8B's shape in bf16 on one GPU, random weights
     python benchmarks/hybrid.py --torch       transformers too, in the same process
+    python benchmarks/hybrid.py --alone --only 8x4096     one job, ours and its limit
     python benchmarks/hybrid.py --tiny        a small shape in f32 on the CPU: checks this script
 
 First the gated delta rule of one layer alone over each prompt, in every form of `handwritten_hybrid.py` and in ours.
@@ -277,39 +278,45 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="transformers too")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=330.0, help="after which no further peer of torch begins")
+    parser.add_argument("--only", default="", help="jobs that contain this text, such as 'decode' or '8x4096'")
+    parser.add_argument("--alone", action="store_true", help="neither the rule alone nor the model by hand")
     args = parser.parse_args()
     shape = TINY if args.tiny else FULL
     lm = build(shape)
     params = handwritten_params(lm, shape.sizes)
-    jobs = [(batch, 1) for batch in shape.batches] + list(shape.prompts)
+    jobs = {f"decode {batch}": (batch, 1) for batch in shape.batches}
+    jobs |= {f"prefill {batch}x{seq}": (batch, seq) for batch, seq in shape.prompts}
+    jobs = {name: job for name, job in jobs.items() if args.only in name}
     emit(benchmark="hybrid", device=str(running_device()), jax=jax.__version__,
          loaded_s=round(time.perf_counter() - START, 1))  # fmt: skip
 
     best: dict[tuple[int, int], str] = {}
     lines = []
-    for batch, seq in jobs:
+    for batch, seq in () if args.alone else jobs.values():
         ms = time_rule(shape, batch, seq, args.rounds)
         best[batch, seq] = min((n for n in ms if not n.startswith("ours")), key=lambda n: ms[n])
         for name, value in sorted(ms.items(), key=lambda item: item[1]):
             lines.append([f"{batch} x {seq}: {name}", f"{value:.3f}", f"{value / batch / seq * 1e3:.3f}"])
         emit(rule=f"{batch}x{seq}", ms={n: round(v, 4) for n, v in ms.items()})
-    print(table(["the rule of one layer", "ms", "us a token"], lines), flush=True)
+    if lines:
+        print(table(["the rule of one layer", "ms", "us a token"], lines), flush=True)
     emit(seconds=round(time.perf_counter() - START, 1))
 
     peer = Torch(shape, "cuda" if jax.default_backend() == "gpu" else "cpu") if args.torch else None
     lines = []
-    for batch, seq in jobs:
-        name, steps = (f"decode {batch}", LONG - SHORT) if seq == 1 else (f"prefill {batch}x{seq}", 1)
-        rule = (hand.TOKEN if seq == 1 else hand.PROMPT)[best[batch, seq]]
+    for name, (batch, seq) in jobs.items():
+        steps, form = LONG - SHORT if seq == 1 else 1, best.get((batch, seq), "")
         calls = {"ours": ours(lm, shape, batch, seq)}
-        calls["by hand"] = (hand_call(shape, rule, params, batch, seq, steps), None)
+        if form:
+            rule = (hand.TOKEN if seq == 1 else hand.PROMPT)[form]
+            calls["by hand"] = (hand_call(shape, rule, params, batch, seq, steps), None)
         calls |= torch_calls(peer, batch, seq, args.seconds)
         ms, floor = measure(calls, steps, args.rounds), lower_bound_ms(shape, batch, seq)
-        theirs = ms.get("torch", float("nan"))
-        emit(job=name, ms={n: round(v, 4) for n, v in ms.items()}, limit=round(floor, 4), by_hand=best[batch, seq],
+        by_hand, theirs = ms.get("by hand", float("nan")), ms.get("torch", float("nan"))
+        emit(job=name, ms={n: round(v, 4) for n, v in ms.items()}, limit=round(floor, 4), by_hand=form,
              seconds=round(time.perf_counter() - START, 1))  # fmt: skip
-        numbers = (ms["ours"], ms["by hand"], ms["ours"] / ms["by hand"], theirs, ms["ours"] / theirs, floor)
-        lines.append([name, *(f"{n:.3f}" for n in numbers), f"{ms['ours'] / floor:.2f}", best[batch, seq]])
+        numbers = (ms["ours"], by_hand, ms["ours"] / by_hand, theirs, ms["ours"] / theirs, floor)
+        lines.append([name, *(f"{n:.3f}" for n in numbers), f"{ms['ours'] / floor:.2f}", form])
     head = ["ms a step or prompt", "ours", "by hand", "ratio", "torch", "ratio", "limit", "ratio", "the form by hand"]
     print(table(head, lines))
 

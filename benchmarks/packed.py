@@ -31,8 +31,8 @@ import jax
 import ml_dtypes
 import numpy as np
 from handwritten_llama import Sizes, hf_config
-from loading import write
-from report import Goals, emit, table
+from loading import packed, write
+from report import Goals, emit, noise, table
 
 import rlx_jax as rlx
 from rlx_jax.device import num_cpus, running_device
@@ -66,27 +66,29 @@ def allocated_bytes() -> int:
 def build(
     shape: decode.Shape, scheme: str, tied: bool, folder: str, profile: rlx.CompileProfile
 ) -> tuple[rlx.CausalLM, int]:
-    """Our model with random weights, matrices packed by the scheme; and the bytes that a file of them has."""
+    """Our model with random weights, matrices packed by the scheme, of GGUF in a file where a folder is given; and the
+    bytes that a file of them has."""
     fields = {**hf_config(shape.sizes), "tie_word_embeddings": tied}
     config = LlamaConfig.from_hf(fields)
     precision = {"compute": shape.dtype} | ({"weights": scheme} if scheme in QUANTIZED else {})
     profile = profile.replace(precision=precision)
-    if scheme not in ("floats", *METHODS, *QUANTIZED):
+    if folder and scheme.startswith("gguf"):
         path = write(folder, scheme, fields)
         return rlx.CausalLM(Llama32Flow(config), path, profile=profile, max_positions=4096), os.path.getsize(path)
     cache: dict[Any, Any] = {}
-    floats = decode.hand_dtype(shape)
+    numbers = noise(decode.hand_dtype(shape))
 
     def value(size: tuple[int, ...]) -> Any:
+        if len(size) > 1 and scheme.startswith("gguf"):
+            return packed(scheme, size, cache)
         if size not in cache:
-            noise = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
-            cache[size] = (noise if len(size) > 1 else np.ones(size)).astype(floats)
+            cache[size] = np.resize(numbers, size) if len(size) > 1 else np.ones(size, numbers.dtype)
         return cache[size]
 
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
     if scheme in METHODS:
         return with_method(scheme, config, weights, profile)
-    stored = sum(value.nbytes for value in weights.values())
+    stored = sum(getattr(value, "data", value).nbytes for value in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
@@ -183,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="packed weights beside floats, in turn")
     parser.add_argument("--shape", choices=SHAPES, help="by default 1b on a GPU, else 135m")
     parser.add_argument("--schemes", nargs="*", default=None)
+    parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="the rows that contain this text, such as 'decode 1'")
     parser.add_argument("--kernels", choices=("auto", "off"), default="auto", help="`backend.cuda.kernels`, floats too")
@@ -194,6 +197,7 @@ def main() -> None:
     name = args.shape or ("1b" if kind == "cuda" else "135m")
     shape = SHAPES[name]
     shape = replace(shape, prompt=args.prompt or shape.prompt)
+    shape = replace(shape, sizes=replace(shape.sizes, layers=args.layers or shape.sizes.layers))
     if kind == "cpu":
         shape = replace(shape, dtype="f32", batches=(1,), prompts=((1, 512),))
     schemes = [
@@ -202,10 +206,10 @@ def main() -> None:
     ]
     profile = rlx.CompileProfile.preset("auto").replace(backend={"cuda": {"kernels": args.kernels}})
     models, goals = {}, Goals()
-    folder = tempfile.TemporaryDirectory()
+    folder = tempfile.TemporaryDirectory() if args.peer else None
     for scheme in schemes:
         before = allocated_bytes()
-        models[scheme], stored = build(shape, scheme, name != "8b", folder.name, profile)
+        models[scheme], stored = build(shape, scheme, name != "8b", folder.name if folder else "", profile)
         added = allocated_bytes() - before
         # The allocator counts a free piece that an array takes with up to its size to spare: `arrays` does not.
         arrays = sum(a.nbytes for a in (models[scheme].model.params or {}).values()) / stored
@@ -218,7 +222,7 @@ def main() -> None:
     peers: dict[str, Any] = {}
     if args.peer and importlib.util.find_spec("llama_cpp") is None:
         print("llama.cpp: skipped, the package llama-cpp-python is not installed")
-    elif args.peer:
+    elif folder:
         peers = {s: llama_cpp_decode(folder.name, s, shape) for s in schemes if s.startswith("gguf_")}
     rows = [
         decode.measure(

@@ -10,6 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+
+def noise(dtype: Any) -> np.ndarray[Any, Any]:
+    """Normal numbers of the deviation 0.02, as many as a prime: no two rows of a matrix that repeats them are alike."""
+    drawn = np.random.default_rng(0).standard_normal(16_777_213, np.float32) * np.float32(0.02)
+    return drawn.astype(dtype)
+
 
 class Goals:
     """Figures held against their goals; `exit` ends the process with 1 if one was missed."""
