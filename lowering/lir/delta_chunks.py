@@ -23,6 +23,7 @@ from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.emit import arith, ir, llvm, mgpu, vector
 from rlx_jax.lowering.lir.implementations import with_reference
+from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, transforms
 from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
@@ -50,6 +51,7 @@ class ChunkSizes(NamedTuple):
         rows, heads, keys, values: the shape of the state.
         scale: the factor of queries.
         dtype: the dtype of queries, keys and values.
+        groups: warpgroups of a program that have columns of the state: one if there are few states.
         interpret: parameters of Mosaic's interpreter, which has no instructions of the device; None to compile.
     """
 
@@ -60,12 +62,16 @@ class ChunkSizes(NamedTuple):
     values: int
     scale: float
     dtype: Any
+    groups: int
     interpret: Any
 
-    @property
-    def groups(self) -> int:
-        """Return the warpgroups that have columns of the state."""
-        return self.values // COLUMNS
+    def columns(self, refs: Any, group: AnyArray) -> Any:
+        """Return the columns of a head that a warpgroup of a program has."""
+        return pl.ds((refs.part * self.groups + group) * COLUMNS, COLUMNS)
+
+    def value_columns(self, refs: Any, group: AnyArray) -> Any:
+        """Return the same columns of all heads' values."""
+        return pl.ds(refs.head * self.values + (refs.part * self.groups + group) * COLUMNS, COLUMNS)
 
     def first_key(self, ref: Any, head: AnyArray) -> Any:
         """Return the first column of a head's query or key."""
@@ -96,7 +102,8 @@ def run_chunks(op: GatedDeltaOp, *operands: AnyArray, interpret: Any = None) -> 
     padding = ((0, 0), (0, chunks * TOKENS - tokens), (0, 0))
     q, k, v = (jnp.pad(x.astype(v.dtype).reshape(rows, tokens, -1), padding) for x in (q, k, v))
     g, beta = (jnp.pad(x.astype(jnp.float32), padding).swapaxes(1, 2) for x in (jnp.maximum(g, LEAST_LOG), beta))
-    t = ChunkSizes(chunks, rows, heads, keys, values, op.factor(keys), v.dtype, interpret)
+    groups = values // COLUMNS if rows * heads * values // COLUMNS > MULTIPROCESSORS else 1
+    t = ChunkSizes(chunks, rows, heads, keys, values, op.factor(keys), v.dtype, groups, interpret)
     out, last = call_kernels(t, q, k, v, g, beta, start)
     return out[:, :tokens].reshape(rows, tokens, heads, values), last
 
@@ -213,7 +220,7 @@ def run_states(
     }  # fmt: skip
     results: Sequence[AnyArray] = t.run(
         functools.partial(run_program, t), inputs, {"out": v, "last": start}, scratch,
-        {"head": t.heads, "row": t.rows}, groups=t.groups + 1,
+        {"part": t.values // COLUMNS // t.groups, "head": t.heads, "row": t.rows}, groups=t.groups + 1,
     )  # fmt: skip
     return results
 
@@ -233,7 +240,7 @@ def run_program(t: ChunkSizes, refs: Any) -> None:
     def _() -> None:
         if t.groups > 1:
             plgpu.set_max_registers(RUNNING, action="increase")
-        place = refs.row, refs.head, slice(None), pl.ds(refs.group * COLUMNS, COLUMNS)
+        place = refs.row, refs.head, slice(None), t.columns(refs, refs.group)
         start, last = (ref.at[place].transpose((1, 0)) for ref in (refs.start, refs.last))
         single = cast(Any, plgpu.Layout)._WGMMA_ACC_32BIT
         state = plgpu.layout_cast(load(start, single), plgpu.Layout.WGMMA)
@@ -256,8 +263,8 @@ def copy_chunk(t: ChunkSizes, refs: Any, i: AnyArray) -> None:
             ref.at[refs.row, tokens, pl.ds(t.first_key(ref, refs.head), t.keys)], tiles.at[slot], barrier
         )
     for n in range(t.groups):
-        columns = pl.ds(refs.head * t.values + n * COLUMNS, COLUMNS)
-        plgpu.copy_gmem_to_smem(refs.v.at[refs.row, tokens, columns], refs.v_tiles.at[slot * t.groups + n], barrier)
+        values = refs.v.at[refs.row, tokens, t.value_columns(refs, n)]
+        plgpu.copy_gmem_to_smem(values, refs.v_tiles.at[slot * t.groups + n], barrier)
     for ref, tiles in (
         (refs.beta, refs.beta_tiles), (refs.totals, refs.total_tiles),
         (refs.solved, refs.solved_tiles), (refs.within, refs.within_tiles),
@@ -279,24 +286,31 @@ def run_chunk(t: ChunkSizes, refs: Any, i: AnyArray, state: AnyArray) -> AnyArra
         return lax.broadcast_in_dim(factors, values.shape, (1,)) * values
 
     decay, rounded = jnp.exp(total), state.astype(t.dtype)
-    tiles = (refs.k_tiles.at[slot], refs.q_tiles.at[slot])
-    erased, across = products(t, *((zeros(*shape), [(rounded, tile.transpose(transposed))]) for tile in tiles))
     v_tile = refs.v_tiles.at[slot * t.groups + refs.group].transpose(transposed)
     values = load(v_tile, layout, optimized=True).astype(jnp.float32)
-    change = scaled(rate, values - scaled(decay, erased)).astype(t.dtype)
-    (new,) = products(t, (zeros(*shape), [(change, refs.solved_tiles.at[slot].transpose(transposed))]))
-    written = scaled(jnp.exp(end - total), new).astype(t.dtype)
-    inside = [(new.astype(t.dtype), refs.within_tiles.at[slot].transpose(transposed))]
-    state, result = products(
-        t, (jnp.exp(end) * state, [(written, refs.k_tiles.at[slot])]), (scaled(decay, across), inside)
+
+    def change(erased: AnyArray) -> AnyArray:
+        return scaled(rate, values - scaled(decay, erased)).astype(t.dtype)
+
+    changed, across = two_products(
+        t, change, *((rounded, tiles.at[slot].transpose(transposed)) for tiles in (refs.k_tiles, refs.q_tiles))
     )
-    tile = refs.out_tiles.at[refs.group]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    tile.transpose(transposed)[...] = (t.scale * result).astype(t.dtype)
-    plgpu.commit_smem()
+    (new,) = products(t, (zeros(*shape), [(changed, refs.solved_tiles.at[slot].transpose(transposed))]))
+
+    def write(inside: AnyArray) -> None:
+        tile = refs.out_tiles.at[refs.group]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tile.transpose(transposed)[...] = (t.scale * (scaled(decay, across) + inside)).astype(t.dtype)
+        plgpu.commit_smem()
+        columns = t.value_columns(refs, refs.group)
+        plgpu.copy_smem_to_gmem(tile, refs.out.at[refs.row, pl.ds(i * TOKENS, TOKENS), columns])
+
+    written = scaled(jnp.exp(end - total), new).astype(t.dtype)
+    _, state = two_products(
+        t, write, (new.astype(t.dtype), refs.within_tiles.at[slot].transpose(transposed)),
+        (written, refs.k_tiles.at[slot]), jnp.exp(end) * state,
+    )  # fmt: skip
     plgpu.barrier_arrive(refs.used.at[slot])
-    columns = pl.ds(refs.head * t.values + refs.group * COLUMNS, COLUMNS)
-    plgpu.copy_smem_to_gmem(tile, refs.out.at[refs.row, pl.ds(i * TOKENS, TOKENS), columns])
     return state
 
 
@@ -313,6 +327,34 @@ def products(t: ChunkSizes, *sums: tuple[AnyArray, Sequence[tuple[Any, Any]]]) -
 
     results: list[AnyArray] = pl.run_state(accumulate)([cast(Any, plgpu).ACC.init(start) for start, _ in sums])
     return results
+
+
+def two_products(
+    t: ChunkSizes, use: Callable[[AnyArray], Any], first: tuple[AnyArray, Any], second: tuple[AnyArray, Any],
+    start: AnyArray | None = None,
+) -> tuple[Any, AnyArray]:  # fmt: skip
+    """Return `use` of a product, computed during a second one, and the second one; all in float32.
+
+    With `start` it is added to the second one, and `use` has no result.
+    """
+    if t.interpret is not None:
+        one, other = (jnp.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in (first, second))
+        return use(one), other if start is None else start + other
+
+    def run(one: Any, other: Any) -> Any:
+        plgpu.wgmma(one, *first)
+        plgpu.wgmma(other, *second)
+        return use(plgpu.wgmma_accumulator_load(one, wait_n=1))
+
+    def run_from(sums: Sequence[Any]) -> None:
+        run(*sums)
+
+    accumulator, shapes = cast(Any, plgpu).ACC, [(a.shape[0], b.shape[1]) for a, b in (first, second)]
+    if start is not None:
+        return None, pl.run_state(run_from)([accumulator.init(a) for a in (zeros(*shapes[0]), start)])[1]
+    both = (accumulator(shape, jnp.float32) for shape in shapes)
+    used, other = pl.run_scoped(lambda one, other: (run(one, other), other[...]), *both)
+    return used, other
 
 
 def zeros(*shape: int) -> AnyArray:
