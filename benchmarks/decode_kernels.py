@@ -17,7 +17,6 @@ import argparse
 import gc
 import itertools
 import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import plan
 from moe import RandomSource
-from report import emit, interleaved
+from report import emit, seconds
 
 import rlx_jax as rlx
 
@@ -62,9 +61,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 RECIPES = plan.RECIPES
 
 
-Call = Callable[[], Any]
-
-
 def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights: str, compute: str = "bf16") -> Any:
     """Return a model with random weights, the same for each profile."""
     precision = {"compute": compute, "weights": weights} | ({"matmul": "highest"} if compute == "f32" else {})
@@ -75,23 +71,16 @@ def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights
 
 
 def step_times(models: dict[str, Any], prompts: list[list[int]], new: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Return the milliseconds of a step of each model in each round, as differences of calls that run in turn."""
-    calls: dict[str, Call] = {
-        f"{name} {tokens}": partial(lm.generate, prompts, max_new_tokens=tokens)
-        for name, lm in models.items()
-        for tokens in new
-    }
-    for call in calls.values():
-        call()  # compiles
-    times = interleaved(calls, rounds)
-    short, long = new
-    return {
-        name: [
-            round(1e3 * (b - a) / (long - short), 4)
-            for a, b in zip(times[f"{name} {short}"], times[f"{name} {long}"], strict=True)
-        ]
-        for name in models
-    }
+    """Return the milliseconds of a step of each model in each round, as differences of two calls; models in turn.
+
+    Two calls before them compile in the first round, and let the graphs of kernels find their buffers in the others.
+    """
+    readings: dict[str, list[float]] = {name: [] for name in models}
+    for number, (name, lm) in itertools.product(range(rounds + 1), models.items()):
+        *_, short, long = (seconds(partial(lm.generate, prompts, max_new_tokens=n)) for n in (*new, *new))
+        if number:
+            readings[name].append(round(1e3 * (long - short) / (new[1] - new[0]), 4))
+    return readings
 
 
 def step_bytes(lm: Any, config: dict[str, Any], rows: int, context: int) -> int:
