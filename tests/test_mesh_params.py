@@ -258,6 +258,9 @@ def test_numbers_of_devices() -> None:
     assert rlx.CausalLM(*llama(intermediate_size=50), mesh="auto").report().mesh == "data 4 × tensor 2"
     one = rlx.compile(*llama())
     assert one.report().mesh == ""
+    with jax.set_mesh(mesh("data", 2)):  # the program of this call, without copies of the parameters, is the next's
+        assert one(IDS).devices() == {jax.devices()[0]}
+    assert one(IDS).devices() == {jax.devices()[0]}
     with pytest.raises(errors.RequestError, match="llama is compiled already: leave out 'mesh'"):
         rlx.CausalLM(one, mesh=2)
 

@@ -1,5 +1,6 @@
 """Recurrences over many tokens: the forms that a plan takes, against the transcript and against each other."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -85,6 +86,20 @@ def test_chunks_are_the_recurrence(case: str, form: str) -> None:
     got = jax.jit(lambda *a: IMPLEMENTATIONS[form](op, *a))(*(np.float32(a) for a in arrays))
     for result, want in zip(got, transcript(op, arrays), strict=True):
         assert distance(result, want) <= 1e-5
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("case", ["from zeros", "a scan from zeros"])
+def test_earlier_tokens_do_not_depend_on_later_ones(case: str, bad: float) -> None:
+    """NaN or infinity of what token 67 writes: no token before it has one, all later ones and the state do."""
+    op, arrays = CASES[case]
+    want = transcript(op, arrays)[0][:, :67]
+    for operand, form in itertools.product((1, 2, 4) if isinstance(op, GatedDeltaOp) else (0, 1, 3), FORMS):
+        changed = [np.float32(a) for a in arrays]
+        changed[operand][0, 67, 0] = bad
+        out, state = IMPLEMENTATIONS[form](op, *map(jnp.asarray, changed))
+        assert distance(out[:, :67], want) <= 1e-5
+        assert not np.isfinite(out[:, 67:, 0]).any() and not np.isfinite(state[:, 0]).all()
 
 
 @pytest.mark.parametrize(("case", "form"), [("from zeros", FORMS[0]), ("a scan from zeros", FORMS[1])])

@@ -195,17 +195,17 @@ def split_into_chunks(
     f32, state = jnp.float32, op.initial_state(*operands)
     if isinstance(op, GatedDeltaOp):
         q, k, v, g, beta = operands[:5]
-        groups, result = k.shape[2], v
+        groups, result, query = k.shape[2], v, 0
         rows = (q, k, v, jnp.maximum(g.astype(f32), LEAST_LOG)[..., None], beta.astype(f32)[..., None])
         chunk = delta_chunk(op.factor(k.shape[3]), v.dtype)
     else:
         x, dt, a, b, c = operands[:5]
-        groups, result = b.shape[2], x
+        groups, result, query = b.shape[2], x, 4
         dt = dt.astype(f32)
         rows = (x, dt[..., None], jnp.maximum(dt * a.astype(f32)[None, None], LEAST_LOG)[..., None], b, c)
         chunk = scan_chunk(x.dtype)
     size = size or chunk_size(result.shape[1])
-    chunks = tuple(to_chunks(x, size, groups) for x in rows)
+    chunks = mark_non_finite(tuple(to_chunks(x, size, groups) for x in rows), query)
     start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
     return chunk, chunks, start, (result.shape[1], result.dtype)
 
@@ -220,7 +220,7 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
     dot = partial(product, dtype)
 
     def prepare(part: Any) -> Any:
-        _, k, v, g, beta = (x.astype(jnp.float32) for x in part)
+        _, k, v, g, beta, mark = (x.astype(jnp.float32) for x in part)
         total = jnp.cumsum(g, axis=-2)
         between = decays(total)
         solved = invert_unit_lower(jnp.tril(beta * between * dot("bgrik,bgrjk->bgrij", k, k), -1))
@@ -228,7 +228,7 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
         fresh = dot("bgrij,bgrjv->bgriv", solved, beta * v)
         erased = dot("bgrij,bgrjk->bgrik", solved, beta * jnp.exp(total) * k)
         written = jnp.exp(total[..., -1:, :] - total) * k
-        return fresh, erased.astype(dtype), written.astype(dtype), total, between
+        return fresh, erased.astype(dtype), written.astype(dtype), total + mark, between
 
     def values_to_write(state: AnyArray, terms: Any) -> AnyArray:
         return terms[0] - dot("bgrik,bgrkv->bgriv", terms[1], state)
@@ -256,16 +256,16 @@ def scan_chunk(dtype: Any) -> Chunk:
     dot = partial(product, dtype)
 
     def prepare(part: Any) -> Any:
-        x, dt, rate, b, _ = (t.astype(jnp.float32) for t in part)
+        x, dt, rate, b, _, mark = (t.astype(jnp.float32) for t in part)
         total = jnp.cumsum(rate, axis=-2)
         weight = dt * jnp.exp(total[..., -1:, :] - total) * x
-        return dot("bgrip,bgrik->bgrpk", weight, jnp.broadcast_to(b, (*x.shape[:-1], b.shape[-1]))), total
+        return dot("bgrip,bgrik->bgrpk", weight, jnp.broadcast_to(b, (*x.shape[:-1], b.shape[-1]))), total + mark
 
     def update_state(state: AnyArray, terms: Any) -> AnyArray:
         return jnp.exp(terms[1][..., -1:, :]) * state + terms[0]
 
     def compute_output(state: AnyArray, part: Any, terms: Any) -> AnyArray:
-        x, dt, _, b, c = part
+        x, dt, _, b, c, _ = part
         inside = decays(terms[1]) * jnp.swapaxes(dt, -1, -2) * dot("bgrik,bgrjk->bgrij", c, b)
         across = dot("bgrik,bgrpk->bgrip", jnp.broadcast_to(c, (*x.shape[:-1], c.shape[-1])), state)
         return jnp.exp(terms[1]) * across + dot("bgrij,bgrjp->bgrip", inside, x)
@@ -290,6 +290,18 @@ def to_chunks(x: AnyArray, size: int, groups: int) -> AnyArray:
     chunks = (tokens + size - 1) // size
     x = jnp.pad(x, ((0, 0), (0, chunks * size - tokens), (0, 0), (0, 0)))
     return x.reshape(batch, chunks, size, groups, heads // groups, width).transpose(1, 0, 3, 4, 2, 5)
+
+
+def mark_non_finite(chunks: tuple[AnyArray, ...], query: int) -> tuple[AnyArray, ...]:
+    """Return the chunks with NaN and infinity as zero, and NaN from the first token of each chunk on that had one.
+
+    A product would carry them to earlier tokens too, as 0 · NaN is NaN; added to the running sum of the decays, the
+    mark reaches the token, later ones and the state. Operand `query` is unchanged: only its token reads it.
+    """
+    written = [x for i, x in enumerate(chunks) if i != query]
+    bad = functools.reduce(jnp.logical_or, (~jnp.isfinite(x).all(axis=-1, keepdims=True) for x in written))
+    mark = jnp.where(lax.cummax(bad.astype(jnp.int32), axis=bad.ndim - 2) > 0, jnp.nan, 0)
+    return (*(x if i == query else jnp.where(jnp.isfinite(x), x, 0) for i, x in enumerate(chunks)), mark)
 
 
 def from_chunks(x: AnyArray, tokens: int) -> AnyArray:

@@ -181,11 +181,14 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def use_model_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
-    """Replace a mesh that the caller has set (`jax.set_mesh`) by the model's, so that it does not affect tracing."""
-    if model_sharding is None or jax.sharding.get_abstract_mesh().empty:
+    """Replace a mesh that the caller has set (`jax.set_mesh`) by the model's, so that it does not affect tracing.
+
+    On one device it is replaced by none: XLA would compile for all devices of the caller's mesh.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
         yield
         return
-    with jax.set_mesh(model_sharding.mesh):
+    with jax.set_mesh(Mesh(np.empty((), object), ()) if model_sharding is None else model_sharding.mesh):
         yield
 
 
