@@ -10,7 +10,7 @@ Measured on one H200, bf16, 16 heads of width 128, µs, the first and the second
 programs of one such warpgroup, without which 4096 tokens take 20 + 116). One kernel that
 prepares a chunk in another warpgroup while the state changes takes 430 and 400, as a chunk takes 6 µs to prepare.
 
-NaN or infinity in k, v, g or β of a token reaches earlier tokens of its chunk, as 0 · NaN is NaN; XLA's forms prevent it.
+NaN or infinity in k, v, g or β reaches earlier tokens of the same chunk, as 0 · NaN is NaN; XLA's forms prevent it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
@@ -99,3 +100,8 @@ def copies(count: int) -> tuple[Any, ...]:
 def transforms(columns: int = 64) -> tuple[Any, ...]:
     """Return the layout in shared memory of 16-bit tiles that `wgmma` reads."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def flipped(bits: Any) -> Any:
+    """Return integers in the order of the floats with these bits, −0 before +0, or the bits: it is its own inverse."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -18,7 +18,7 @@ from jax import lax
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, tiled
+from rlx_jax.lowering.lir.mosaic import flipped, load, pl, plgpu, run_kernel, tiled
 from rlx_jax.lowering.lir.recurrent import MAX_TAPS, STATE_COLUMNS, one_token
 
 AnyArray = Any
@@ -176,10 +176,6 @@ def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
 def select(count: int, rows: AnyArray, interpret: Any = None) -> list[AnyArray]:
     """Return the `count` largest entries of each row and their numbers, by selecting the largest one `count` times."""
     size, chosen = rows.shape[1], jnp.iinfo(jnp.int32).min
-
-    def flipped(bits: AnyArray) -> AnyArray:
-        """Return integers in the order of the floats with these bits, or those bits: it is its own inverse."""
-        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     def body(refs: Any) -> None:
         own, tile = pl.ds(refs.program * SELECTING_ROWS, SELECTING_ROWS), entry_layout()

@@ -80,10 +80,10 @@ class Checkpoint:
 
     @cached_property
     def _config_and_family(self) -> tuple[Fields, Family | plugins.FamilyHandler]:
-        """The config and the family, read together. A CrossEncoder without `architectures` is a classifier."""
+        """The config and the family, read together. A CrossEncoder is a classifier whatever it names."""
         headless = not self.head or (self.pipeline is not None and not self.pipeline.reads_logits)
         config, family = family_of(self.folder, self.ignore_fields, headless)
-        if headless or not self.use_modules or config.raw("architectures"):
+        if headless or not self.use_modules:
             return config, family
         settings = read_cross_encoder(self.root, config)
         if settings is None or settings.token_ids:
@@ -91,6 +91,8 @@ class Checkpoint:
         names = [name for name in family.architectures if name.endswith(f"For{SEQUENCE}")]
         if not names:
             raise UnsupportedError(f"{config.where}: a CrossEncoder of a family without a classifier of texts")
+        if config.raw("architectures", [])[:1] in ([name] for name in names):
+            return config, family
         return replace(config, values={**config.values, "architectures": names[:1]}), family
 
     @cached_property
