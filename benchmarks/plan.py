@@ -30,7 +30,7 @@ from report import Goals, emit, seconds, table
 import rlx_jax as rlx
 from rlx_jax.inspection import rates
 from rlx_jax.inspection.plan_record import ModelPlan
-from rlx_jax.runtime import program_sample
+from rlx_jax.runtime import estimate
 
 START = time.perf_counter()
 PROMPT, CONTEXT = 128, 256
@@ -201,11 +201,11 @@ class Samples:
 
         least_seconds = rates.least_seconds
         rates._measured_cpu.cache_clear()
-        rates.least_seconds = program_sample.least_seconds = measured
+        rates.least_seconds = estimate.least_seconds = measured
         try:
             return make()
         finally:
-            rates.least_seconds = program_sample.least_seconds = least_seconds
+            rates.least_seconds = estimate.least_seconds = least_seconds
 
     def times(self) -> list[float]:
         """Seconds of each run now, as a plan takes them: the least of a few where it is short."""

@@ -13,12 +13,11 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import cli
 from rlx_jax.errors import GraphError, RequestError, RlxWarning, SequenceLengthError
-from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import block_work
 from rlx_jax.lowering.inspect.hlo import parse_instructions
-from rlx_jax.runtime.explain import PaddedSizes, copied_caches, findings_of
+from rlx_jax.runtime.explain import PaddedSizes, copied_caches, findings_of, largest_losses
 from rlx_jax.runtime.inspect_program import program_facts
 from tests import divided, small
 from tests.opening import load

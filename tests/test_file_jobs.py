@@ -178,7 +178,7 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     encoder, lm, target = load(SENTENCE), load(BASE), tmp_path / "out"
     monkeypatch.setattr(rlx, "load", lambda directory, **named: encoder if "sentence" in directory else lm)
     monkeypatch.setattr("rlx_jax.cli.files.LINES_PER_CALL", 2)
-    monkeypatch.setattr("rlx_jax.encode.embed_iter.TEXTS_AT_ONCE", 3)
+    monkeypatch.setattr("rlx_jax.encode.embedding.TEXTS_AT_ONCE", 3)
     texts = ["a b", "c", "a longer text", "d e f", "g"]
     source = write_lines(tmp_path / "in", *({"text": text, "id": text} for text in texts), {"text": 3})
     words: list[object] = ["embed", SENTENCE, "--input", source, "--output", target]

@@ -19,7 +19,7 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.loading import model_plan
 from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.plan import state_leaves
-from rlx_jax.runtime import estimate, program_sample
+from rlx_jax.runtime import estimate
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
 from rlx_jax.runtime.model_setup import make_programs
 from tests.opening import load
@@ -162,7 +162,7 @@ def test_a_part_of_a_program_runs(name: str, monkeypatch: pytest.MonkeyPatch) ->
     model, changes = SAMPLED[name]
     here = replace(rates._measured_cpu(), samples=True)
     monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
-    times, sample = [], program_sample.sample_seconds
+    times, sample = [], estimate.sample_seconds
 
     def measure(lir: Any, layout: Any, steps: int) -> float:
         times.append(sample(lir, layout, steps))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +20,10 @@ from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, plan_one_per_row
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.precision import OutputFormat
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.encode.token_selection import SELECTED, TokenResults, TokenSelection, first_indices
+from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
@@ -303,3 +305,44 @@ def prefetch(chunks: Iterator[T], prepare: Callable[[T], R], num_threads: int = 
             prepared = upcoming.popleft().result()
             upcoming += (pool.submit(prepare, chunk) for chunk in islice(chunks, 1))
         yield prepared, False
+
+
+# -- texts from an iterator --------------------------------------------------------------------
+
+
+# Texts that are read and computed at once: enough that the device rarely waits for the first call of the next ones.
+TEXTS_AT_ONCE = 8192
+
+
+@suggest_keywords()
+def embed_iter(
+    self: Any, texts: Iterable[Any], *, prompt_name: str | None = None, prompt: str | None = None,
+    truncate_dim: int | None = None, normalize: bool = False, precision: str = "float32", ranges: Any = None,
+    max_tokens: int | None = None,
+) -> Iterator[np.ndarray[Any, Any]]:  # fmt: skip
+    """Yield the vector of each text of any iterable, in order, for more texts than fit the memory.
+
+    The vectors equal `embed`. Texts are read 8,192 at a time, so that the iterable may be endless.
+
+    Args:
+        texts: strings or id lists.
+        prompt_name, prompt, truncate_dim, normalize, precision, ranges, max_tokens: as in `embed`; but "int8" and
+            "uint8" need `ranges`, as the range of all vectors is not known.
+
+    Raises:
+        RequestError, TokenIdError, NumericsError: as `embed`; options at once, and texts when they are read.
+    """
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
+        raise RequestError(f"embed_iter: texts is {shown(texts)}; expected an iterable of strings or id lists")
+    self.model.concrete_params("embed_iter")
+    output = OutputFormat.checked(self, truncate_dim, normalize, precision, ranges)
+    if precision in ("int8", "uint8") and ranges is None:
+        raise RequestError(f"embed_iter: precision={precision!r} needs ranges=, vector_ranges of many vectors")
+    self.reader.read_prompted([], prompt_name, prompt)  # checks the prompt
+
+    def vectors() -> Iterator[np.ndarray[Any, Any]]:
+        for first, chunk in chunks(texts, TEXTS_AT_ONCE):
+            requests = self.reader.read_prompted(chunk, prompt_name, prompt, first)
+            yield from output(self.run(requests, max_tokens))
+
+    return vectors()

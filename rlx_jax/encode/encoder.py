@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from rlx_jax.encode.artifact_plan import encoder_plan
-from rlx_jax.encode.embed_iter import embed_iter
-from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
+from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream, embed_iter
 from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.explain import profile as profile_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for

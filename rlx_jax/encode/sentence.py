@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.dataclasses import dataclass, field, replace
-from rlx_jax.encode.pooling_modes import POOLING_MODES, first_token
+from rlx_jax.encode.pooled import POOLING_MODES, first_token
 from rlx_jax.encode.vector_layers import (
     Dense,
     UnitLength,

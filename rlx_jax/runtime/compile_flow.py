@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack
 import jax
 
 from rlx_jax import errors
-from rlx_jax.compiler.first_programs import MAX_FIRST_PROGRAMS, FirstPrograms
+from rlx_jax.compiler.compile_cache import MAX_FIRST_PROGRAMS, FirstPrograms
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
 from rlx_jax.errors import listing, suggest_keywords

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from rlx_jax import errors
-from rlx_jax.compiler.compile_cache import UntracedError
+from rlx_jax.compiler.compile_cache import FirstPrograms, UntracedError
 from rlx_jax.compiler.dumps import write_dump
 from rlx_jax.compiler.executable import (
     Arrays,
@@ -36,7 +36,6 @@ from rlx_jax.compiler.executable import (
     uncovered_arguments,
     with_compile_cache,
 )
-from rlx_jax.compiler.first_programs import FirstPrograms
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
