@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,7 +29,7 @@ from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ModelSharding:
     """Sharding rules of a model on a mesh.
 
@@ -40,8 +40,8 @@ class ModelSharding:
     """
 
     mesh: Mesh
-    axes: Mapping[str, tuple[str, ...]]
-    roles: Mapping[str, Roles]
+    axes: Mapping[str, tuple[str, ...]] = field(hash=False)
+    roles: Mapping[str, Roles] = field(hash=False)
 
     # -- numbers -----------------------------------------------------------------------------
 

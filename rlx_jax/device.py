@@ -222,6 +222,11 @@ def fingerprint() -> str:
     return f"{backend}, {sorted({device.device_kind for device in devices})}, {cudnn}, {_processor()}"
 
 
+def jax_settings() -> tuple[str, ...]:
+    """Return every setting of JAX as text. What is traced may depend on some, and releases add more."""
+    return tuple(f"{name}={getattr(jax.config, name, None)!r}" for name in sorted(jax.config.values))
+
+
 def devices_of(kind: str, ids: list[int]) -> list[Any]:
     """Return the running devices of a platform with these ids, in their order.
 

@@ -163,6 +163,11 @@ def using(*added: Plugin) -> Iterator[None]:
         _context_plugins.reset(token)
 
 
+def added() -> tuple[Plugin, ...]:
+    """Return the plugins that `using` has added here."""
+    return _context_plugins.get()
+
+
 def active_plugin() -> Plugin:
     """Return all plugins merged into one.
 

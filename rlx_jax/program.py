@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -17,6 +18,7 @@ from rlx_jax.ir.types import Init, TensorType
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
+from rlx_jax.lru import LruCache
 from rlx_jax.profiles import CompileProfile
 
 # A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path.
@@ -24,6 +26,8 @@ Weights = Any
 
 REQUIRED = "required"
 POSITIONS = "positions"
+# Programs of a built flow that are retained: a model has few, one for each program and set of optional inputs.
+MAX_TEMPLATES = 32
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Built:
         max_positions: the longest sequence that the flow declares, in tokens.
         captures: the side outputs that edits by path added.
         seconds: how long the build took.
+        lowered: what the compiler made of the graph, such as its templates, without the weights.
     """
 
     name: str
@@ -112,6 +117,9 @@ class Built:
     max_positions: int | None = None
     captures: tuple[str, ...] = ()
     seconds: float = field(default=0.0, repr=False, compare=False)
+    lowered: LruCache[Hashable, Any] = field(
+        default_factory=functools.partial(LruCache, MAX_TEMPLATES), repr=False, compare=False
+    )
 
     # -- as a flow ---------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ ROOMS = (
 """From the ground up: a module imports its own room and those before it."""
 
 SURFACE = ("", "__main__", "cli", "compile_steps", "demo", "eval", "nnx", "public", "quantization")
-ROOTS = {"dataclasses": "errors", "at": "flow", "flow_outputs": "flow", "layer_stack": "flow"}
+ROOTS = {"dataclasses": "errors", "lru": "errors", "at": "flow", "flow_outputs": "flow", "layer_stack": "flow"}
 SHARED = ROOTS | dict.fromkeys(SURFACE, "surface")
 """Files at the package's root that are no room of their own. "" is the package itself."""
 

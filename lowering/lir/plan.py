@@ -105,8 +105,8 @@ class Plan:
     donate_inputs: tuple[str, ...] = ()
     remat: str = "none"
     implementation: str = "auto"
-    choices: Mapping[Call, Choice] = field(default_factory=dict)
-    compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+    choices: Mapping[Call, Choice] = field(default_factory=dict, hash=False)
+    compiler_options: Mapping[str, str | bool | int | float] = field(default_factory=dict, hash=False)
     unread: tuple[str, ...] = ()
     products: str = "auto"
     experts: str = "auto"

@@ -33,7 +33,7 @@ from jax.stages import Lowered
 
 from rlx_jax.compiler.content_digest import content_digest, source_digest
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.device import devices_of, fingerprint
+from rlx_jax.device import devices_of, fingerprint, jax_settings
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
 from rlx_jax.io.entries import EntryStore
 
@@ -324,14 +324,12 @@ def _placements(tree: Any) -> Iterator[str]:
 
 def _environment() -> Iterator[str]:
     """List versions, hardware and settings: everything besides the program that XLA's result depends on."""
-    config = jax.config
     yield f"rlx_jax {sys.modules['rlx_jax'].__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     yield f"python {sys.version_info[:2]}"
     yield fingerprint()
     yield f"mesh={jax.sharding.get_abstract_mesh()}"  # of `jax.set_mesh`: XLA compiles for all of its devices
     yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    # All settings of JAX: some change how XLA compiles without a trace in the StableHLO, and releases add more.
-    yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
+    yield from jax_settings()  # some change how XLA compiles without a trace in the StableHLO
 
 
 def open_store() -> EntryStore | None:

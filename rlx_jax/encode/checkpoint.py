@@ -12,11 +12,11 @@ from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
-from rlx_jax.encode.multi_vector import TokenSettings, read_multi_vector
+from rlx_jax.encode.multi_vector import STANFORD, TokenSettings, read_multi_vector
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.io.folder import Folder
+from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.encoder import SEQUENCE
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     RecipeClass = TypeVar("RecipeClass", default=Recipe[Any])
 # The options of `OpenOptions` that apply to reading weights.
+# What tells that a directory is more than a model of transformers.
+MODULE_FILES = frozenset(("modules.json", "config_sentence_transformers.json"))
+MODULE_FIELDS = frozenset(("sentence_transformers", "sbert_ce_default_activation_function"))
 WEIGHT_OPTIONS = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 
 
@@ -57,16 +60,23 @@ class Checkpoint:
     head: bool = True
 
     @cached_property
+    def _has_modules(self) -> bool:
+        """Whether files or fields of sentence-transformers, or of other code for ColBERT, apply to the directory."""
+        config = self.root.json(CONFIG)
+        has_any = not (MODULE_FILES.isdisjoint(self.root.names()) and MODULE_FIELDS.isdisjoint(config))
+        return self.use_modules and (has_any or config.get("architectures") == [STANFORD])
+
+    @cached_property
     def pipeline(self) -> SentencePipeline | None:
         """The pipeline of a sentence-transformers checkpoint; None if it is not one."""
         if self.multi_vector is not None:
             return self.multi_vector.pipeline
-        return load_pipeline(self.root) if self.use_modules else None
+        return load_pipeline(self.root) if self._has_modules else None
 
     @cached_property
     def multi_vector(self) -> TokenSettings | None:
         """The settings of a MultiVectorEncoder of sentence-transformers; None if the checkpoint is none."""
-        return read_multi_vector(self.root) if self.use_modules else None
+        return read_multi_vector(self.root) if self._has_modules else None
 
     @property
     def model_subfolder(self) -> str:
@@ -98,7 +108,7 @@ class Checkpoint:
     @cached_property
     def cross_encoder(self) -> CrossEncoderSettings | None:
         """The settings of a CrossEncoder of sentence-transformers; None if the checkpoint is none."""
-        return read_cross_encoder(self.root, self.config)
+        return read_cross_encoder(self.root, self.config) if self._has_modules else None
 
     @property
     def config(self) -> Fields:
@@ -136,8 +146,8 @@ class Checkpoint:
         Raises:
             MissingWeightError, WeightShapeError: the weights contradict the config.
         """
-        pretrained = open_pretrained(self.folder, self.config, self.family, self.weights)
-        settings = self.cross_encoder if self.use_modules and self.head else None
+        pretrained = open_pretrained(self.folder, *self._config_and_family, self.weights)
+        settings = self.cross_encoder if self.head else None
         if settings is None or not settings.token_ids:
             return pretrained
         recipe = pretrained.recipe
@@ -208,15 +218,14 @@ def check_expected(caller: str, expected: Any) -> None:
         raise RequestError(f"{caller}: expect is {shown(expected)}; expected a class, such as rlx_jax.Encoder")
 
 
-def check_class(caller: str, path: object, result: Any, expected: type | None) -> Any:
-    """Return the result of `load` or `recipe_for` if it is of the class that the caller expects; None is any class.
+def check_class(caller: str, path: object, cls: type, expected: type | None) -> None:
+    """Check that the result of `load` or `recipe_for` is of the class that the caller expects; None is any class.
 
     Raises:
         RequestError: it is of another class.
     """
-    if expected is None or isinstance(result, expected):
-        return result
-    raise RequestError(f"{caller}: {shown(path)} is of class {type(result).__name__}; expected {expected.__name__}")
+    if expected is not None and not issubclass(cls, expected):
+        raise RequestError(f"{caller}: {shown(path)} is of class {cls.__name__}; expected {expected.__name__}")
 
 
 def open_checkpoint(
@@ -282,5 +291,7 @@ def recipe_for(
         path, "recipe_for", options, revision=revision, token=token, subfolder=subfolder, file=file,
         ignore_fields=ignore_fields, use_modules=False, head=head, other_arguments=("expect",),
     )  # fmt: skip
-    recipe: RecipeClass = check_class("recipe_for", path, checkpoint.pretrained.recipe, expect)
-    return recipe
+    recipe: Any = checkpoint.pretrained.recipe
+    check_class("recipe_for", path, type(recipe), expect)
+    result: RecipeClass = recipe
+    return result

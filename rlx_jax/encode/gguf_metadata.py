@@ -19,7 +19,7 @@ from rlx_jax.io.folder import CONFIG
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.families import family_of, open_pretrained
 from rlx_jax.text.gguf_tokenizer import tokenizer_metadata
-from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer, read_document
+from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer, parse_document, read_tokenizer
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf_config import gguf_config, gguf_metadata, rope_factors
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue
@@ -108,13 +108,14 @@ def _with_tokenizer(
     Raises:
         UnsupportedError: there are none with which texts have the same tokens.
     """
-    content = read_document(checkpoint.folder, quote(checkpoint.folder.path))
-    assert content is not None
+    raw = read_tokenizer(checkpoint.folder)
+    assert raw is not None
+    document = parse_document(raw, quote(checkpoint.folder.path))
     step = max(1, tokenizer.vocab_size // _NUM_TOKENS)
     texts = [*_TEXTS, tokenizer.decode(list(range(0, tokenizer.vocab_size, step)))]
     expected = tokenizer.encode_batch(texts)
     differing = ""
-    for tokenizer_fields in tokenizer_metadata(content[1], tokenizer, described["vocab_size"]):
+    for tokenizer_fields in tokenizer_metadata(document, tokenizer, described["vocab_size"]):
         candidate = {**metadata, **tokenizer_fields}
         twin = load_tokenizer(described_folder(Path("m.gguf"), described, candidate))
         assert twin is not None

@@ -141,6 +141,8 @@ class Folder:
             limits.check_limit(len(raw), limit, f"{self.where(name)}: the size in bytes")
         else:
             self.fetch(name, bounds={name: limit})
+            if not os.path.lexists(self.path / name):
+                return None
             try:
                 path = files.resolve(os.fspath(self.path), name)
                 raw = files.read_small_file(path, self.where(name), limit, error)

@@ -20,6 +20,7 @@ from rlx_jax import errors
 from rlx_jax.compiler.settings import choose_settings, with_model_sharding
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.answering import QuestionAnswerer
+from rlx_jax.encode.checkpoint import check_class
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.head_model import HeadModel
@@ -58,12 +59,13 @@ def is_artifact(path: object) -> bool:
     return name.endswith(SUFFIX) or (os.path.isfile(name) and is_archive(name))
 
 
-def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any], expect: type | None = None) -> Any:
     """Return the model of an artifact; see `rlx_jax.load`.
 
     Args:
         path: the file.
-        options: the arguments of `load` that the caller passed, by name.
+        options: the other arguments of `load` that the caller passed, by name.
+        expect: as in `rlx_jax.load`.
 
     Raises:
         RequestError: an option that does not apply. Others as `open_artifact`.
@@ -76,9 +78,11 @@ def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any]) -> A
     artifact = open_artifact(path, options.get("expect_sha256"))
     if artifact.kind not in KINDS:
         raise errors.ArtifactFormatError(f"{artifact.archive.where}: manifest: kind: unknown {quote(artifact.kind)}")
+    cls, make = KINDS[artifact.kind]
+    check_class("load", path, cls, expect)
     programs = frozen_programs(artifact, options.get("progress"))
     (model,) = finish_models(programs, artifact.flow.program).values()
-    return KINDS[artifact.kind](model, artifact)
+    return make(model, artifact)
 
 
 # -- checks and programs -------------------------------------------------------------------------
@@ -259,10 +263,13 @@ def _reranker(model: CompiledModel, artifact: OpenArtifact) -> Reranker:
     return Reranker(_with_head(Classifier, model, artifact), setting(artifact, "activation", str))
 
 
-KINDS: dict[str, Callable[[CompiledModel, OpenArtifact], Any]] = {
-    "model": lambda model, artifact: model,
-    "CausalLM": _language_model,
-    "Encoder": _encoder,
-    "Reranker": _reranker,
-    **{cls.__name__: partial(_with_head, cls) for cls in (Classifier, TokenClassifier, QuestionAnswerer, MaskedLM)},
+KINDS: dict[str, tuple[type, Callable[[CompiledModel, OpenArtifact], Any]]] = {
+    "model": (CompiledModel, lambda model, artifact: model),
+    "CausalLM": (CausalLM, _language_model),
+    "Encoder": (Encoder, _encoder),
+    "Reranker": (Reranker, _reranker),
+    **{
+        cls.__name__: (cls, partial(_with_head, cls))
+        for cls in (Classifier, TokenClassifier, QuestionAnswerer, MaskedLM)
+    },
 }

@@ -56,8 +56,7 @@ def load_path(
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
                      "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256,
                      "prefix_cache": prefix_cache}  # fmt: skip
-        model = load_artifact(path, {n: v for n, v in (arguments | options).items() if v is not None})
-        return check_class("load", path, model, expect)
+        return load_artifact(path, {n: v for n, v in (arguments | options).items() if v is not None}, expect)
     if expect_sha256 is not None:
         raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
     checkpoint = open_checkpoint(
@@ -66,25 +65,19 @@ def load_path(
     )  # fmt: skip
     check_kind(checkpoint)
     start_device()
-    return check_class("load", path, load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache), expect)
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint, dtype: Any, recipe: ModelRecipe | None, adapter: str | os.PathLike[str] | None,
-    prefix_cache: int | str | None,
-) -> LoadedModel:  # fmt: skip
-    """Return the model of an open checkpoint; arguments and errors as in `rlx_jax.load`."""
     model_recipe = checkpoint.pretrained.recipe if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
         model_recipe = lora(model_recipe, adapter=adapter)
     kind = choose_kind(checkpoint, model_recipe, has_adapter=adapter is not None)
     if prefix_cache is not None and kind != "causal":
         raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
+    cls = choose_class(checkpoint, model_recipe, kind)
+    check_class("load", path, cls, expect)
     compile_opts = checkpoint.options
     if dtype is not None:
         base = checkpoint.flow(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
-    loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
+    loaded_model = LOADERS[cls](checkpoint, model_recipe, compile_opts)
     if isinstance(loaded_model, CausalLM) and prefix_cache is not None:
         loaded_model.prefix_cache = prefix_cache
     loaded_model.loaded_from = CheckpointOrigin(
@@ -116,6 +109,20 @@ def choose_kind(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:
     # A decoder without its head serves as an encoder, for embeddings.
     is_headless = getattr(recipe, "hidden_only", False) and head is None
     return "encoder" if is_headless else checkpoint.pretrained.kind
+
+
+def choose_class(checkpoint: Checkpoint, recipe: Any, kind: str) -> type[LoadedModel]:
+    """Return the class of a model of a kind.
+
+    An encoder that makes a vector for each token is a `MultiVectorEncoder`. A classifier with one label is a
+    `Reranker` if it is a CrossEncoder of sentence-transformers, or a text encoder and the label is no regression.
+    """
+    if kind == "encoder" and checkpoint.multi_vector is not None and checkpoint.head:
+        return MultiVectorEncoder
+    if kind == "classifier" and len(recipe.head.labels) == 1:
+        scores_pairs = isinstance(checkpoint.pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
+        return Reranker if checkpoint.cross_encoder or scores_pairs else Classifier
+    return CLASSES[kind]
 
 
 def check_kind(checkpoint: Checkpoint) -> None:
@@ -183,45 +190,37 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
     )  # fmt: skip
 
 
-def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder | MultiVectorEncoder:
-    """Return a recipe as an `Encoder`, with the tokenizer and the sentence-transformers modules of the checkpoint.
-
-    If these make a vector for each token, it is a `MultiVectorEncoder`.
-    """
+def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder:
+    """Return a recipe as an `Encoder`, with the tokenizer and the sentence-transformers modules of the checkpoint."""
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
-    encoder = Encoder(
+    return Encoder(
         checkpoint.flow(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compile_options(),
     )  # fmt: skip
-    settings = checkpoint.multi_vector
-    if settings is None or not checkpoint.head:
-        return encoder
-    return MultiVectorEncoder(encoder, settings.with_projection(checkpoint.weights))
 
 
-def open_head(
-    kind: type[H], checkpoint: Checkpoint, recipe: Any, options: OpenOptions, max_seq_length: int | None = None
-) -> H:
+def open_multi_vector(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> MultiVectorEncoder:
+    """Return a recipe as a `MultiVectorEncoder`."""
+    encoder = open_encoder(checkpoint, recipe, options)
+    assert checkpoint.multi_vector is not None
+    return MultiVectorEncoder(encoder, checkpoint.multi_vector.with_projection(checkpoint.weights))
+
+
+def open_head(kind: type[H], checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> H:
     """Return a recipe with a head as the class of its task, with the tokenizer of the checkpoint."""
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
+    settings = checkpoint.cross_encoder if kind is Classifier else None
     return kind(
         checkpoint.flow(recipe), head=recipe.head, tokenizer=tokenizer,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
-        max_seq_length=max_seq_length, **options.compile_options(),
+        max_seq_length=settings.max_seq_length if settings else None, **options.compile_options(),
     )  # fmt: skip
 
 
-def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Classifier | Reranker:
-    """Return a recipe with a head as a `Classifier`; or as a `Reranker`, if it is a cross-encoder.
-
-    That is a CrossEncoder of sentence-transformers, or a text encoder with one label that is no regression.
-    """
-    settings = checkpoint.cross_encoder
-    classifier = open_head(Classifier, checkpoint, recipe, options, settings.max_seq_length if settings else None)
-    scores_pairs = isinstance(checkpoint.pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
-    if len(recipe.head.labels) > 1 or not (settings or scores_pairs):
-        return classifier
+def open_reranker(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Reranker:
+    """Return a recipe with a head of one label as a `Reranker`."""
+    classifier, settings = open_head(Classifier, checkpoint, recipe, options), checkpoint.cross_encoder
     if settings is None:
         return Reranker(classifier)
     template = None
@@ -252,15 +251,19 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
     )  # fmt: skip
 
 
-# The loader of each kind of checkpoint.
 LoadedModel = (
     CausalLM | Encoder | MultiVectorEncoder | HeadModel | Reranker | VisionEncoder | ImageClassifier | DualEncoder
 )
-LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
-    "causal": open_causal, "encoder": open_encoder, "classifier": open_classifier, "vision": open_vision,
-    "image_classifier": open_image_classifier, "dual": open_dual,
-    "token_classifier": partial(open_head, TokenClassifier),
-    "question_answerer": partial(open_head, QuestionAnswerer), "masked_lm": partial(open_head, MaskedLM),
+# The class of each kind of checkpoint; see `choose_class`.
+CLASSES: dict[str, type[LoadedModel]] = {
+    "causal": CausalLM, "encoder": Encoder, "classifier": Classifier, "vision": VisionEncoder,
+    "image_classifier": ImageClassifier, "dual": DualEncoder, "token_classifier": TokenClassifier,
+    "question_answerer": QuestionAnswerer, "masked_lm": MaskedLM,
+}  # fmt: skip
+LOADERS: dict[type[LoadedModel], Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
+    CausalLM: open_causal, Encoder: open_encoder, MultiVectorEncoder: open_multi_vector, Reranker: open_reranker,
+    VisionEncoder: open_vision, ImageClassifier: open_image_classifier, DualEncoder: open_dual,
+    **{cls: partial(open_head, cls) for cls in (Classifier, TokenClassifier, QuestionAnswerer, MaskedLM)},
 }  # fmt: skip
 
 

@@ -37,6 +37,9 @@ def load(
     an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
     `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
 
+    A second load of an equal config in one process takes what the first one built, and only opens, checks and reads the
+    weights. Models with equal tokenizer files share a tokenizer.
+
     Args:
         path: a directory; a `.gguf` file, the first one if the model has several parts; a `.rlxa` file, which takes no
             other arguments than `expect_sha256` and `progress`; or, where there is no such

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import rlx_jax.models as models
 from rlx_jax import plugins
 from rlx_jax.dataclasses import dataclass, replace
+from rlx_jax.device import jax_settings
 from rlx_jax.errors import GraphError, RlxError, UnsupportedError, WeightError, did_you_mean, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.io.fields import NULLABLE
 from rlx_jax.io.folder import Folder
+from rlx_jax.lru import LruCache
 from rlx_jax.models.config import (
     INERT,
     INERT_PREFIXES,
@@ -41,6 +43,7 @@ from rlx_jax.models.siglip import Siglip2Flow, Siglip2VisionFlow, SiglipVisionFl
 from rlx_jax.models.vision import TextPart, VisionFlow
 from rlx_jax.models.vit import TEACHER, BeitFlow, DeiTFlow, Dinov3Flow, IJepaFlow, ViTMsnFlow
 from rlx_jax.weights.directory import refuse_without_config
+from rlx_jax.weights.overlay import description
 from rlx_jax.weights.source import WeightSource
 
 PAGE = "docs/adding-a-family.md"
@@ -152,8 +155,44 @@ class Pretrained:
     ignored_fields: tuple[str, ...] = ()
     checked: tuple[ModelRecipe, ModelFlow] | None = None
 
+    def bound_to(self, source: WeightSource | None) -> Pretrained:
+        """Return the same bound to other weights with the same keys and types; with None, to none."""
+        assert self.checked is not None
+        recipe: Any = self.recipe
+        weights = None if source is None else recipe.adapt_weights(source)
+        recipe = replace(recipe, weights=weights)
+        return replace(self, recipe=recipe, checked=(recipe, self.checked[1]._rebound(weights)))
+
 
 Opener = Callable[..., Pretrained]
+# Opened checkpoints that are retained, without their weights.
+MAX_OPENED = 8
+_opened: LruCache[Hashable, Pretrained] = LruCache(MAX_OPENED)
+
+
+def opened_once(opener: Opener) -> Opener:
+    """Return an opener that makes and builds a recipe once for an equal config and weights of the same names and types.
+
+    Recipes of other packages, and of configs with ignored fields or a warning, are made each time.
+    """
+
+    def open_again(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
+        if (config.ignored is not None and config.ignored.names) or config.values.get("auto_map") is not None:
+            return opener(config, source, headless)
+        try:
+            key = opener, repr(config.values), headless, description(source), jax_settings()
+        except WeightError:  # the build names the block that reads the weight
+            return opener(config, source, headless)
+        known = _opened.get(key)
+        if known is not None:
+            return known.bound_to(source)
+        model = opener(config, source, headless)
+        is_own = type(model.recipe).__module__.startswith(f"{__package__}.")
+        if is_own and model.checked is not None and model.checked[1]._checked is not None:
+            _opened.insert(key, model.bound_to(None))
+        return model
+
+    return open_again
 
 
 @dataclass(frozen=True)
@@ -191,7 +230,7 @@ class Family:
             instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
             return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")
 
-        return Family(opener, architectures, recipe.config_type)
+        return Family(opened_once(opener), architectures, recipe.config_type)
 
     @staticmethod
     def of(recipe: type[Recipe[Any]], kind: ModelKind, processor_prefix: str, *architectures: str) -> Family:
@@ -200,7 +239,7 @@ class Family:
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             return bind_recipe(recipe.for_prefill(config), source, kind, processor_prefix)
 
-        return Family(opener, architectures, recipe.config_type)
+        return Family(opened_once(opener), architectures, recipe.config_type)
 
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
@@ -240,7 +279,7 @@ class Family:
             kind_with_head = KINDS[head.task] if head else kind
             return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 
-        return Family(opener, architectures, None if config_field else recipe.config_type)
+        return Family(opened_once(opener), architectures, None if config_field else recipe.config_type)
 
     @staticmethod
     def dual(recipe: type[DualFlow[Any]], vision: type[VisionFlow[Any]], name: str) -> Family:
@@ -279,9 +318,11 @@ def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, proc
     """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
     recipe = recipe.adapt_to(source)
     bound_recipe = replace(recipe, weights=recipe.adapt_weights(source))
+    # Assembled without the weights, so that no stage refers to them.
+    flow = recipe.assemble().with_weights(bound_recipe.weights)
     return Pretrained(
         bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, recipe.task_head_keys(source),
-        checked=(bound_recipe, check_recipe_weights(bound_recipe.assemble(), recipe)),
+        checked=(bound_recipe, check_recipe_weights(flow, recipe)),
     )  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
             cancelled.set()
             raise
-    return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
+    return {name: replace(model, load_seconds=seconds, params=params) for name, model in models.items()}
 
 
 def load_ahead(programs: Programs, pool: Executor) -> None:

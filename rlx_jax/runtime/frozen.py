@@ -37,9 +37,9 @@ from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.lowering.inspect.bounds import Bounds
 from rlx_jax.lowering.lir.plan import state_leaves
 from rlx_jax.lowering.sharding import ModelSharding
+from rlx_jax.lru import LruCache
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built, InputDecl, Weights
-from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import ProgramKey
 
 # Returns the bytes of a member of an artifact.

@@ -234,9 +234,9 @@ class CompiledModel(ModelProgram):
 
     def compile_if_static(self) -> None:
         """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
-        declared = {i.input: i.type.bind(self.flow._binding) for i in self._template().mir.inputs}
-        if self.program in ("forward", "explicit") and all(t.is_static for t in declared.values()):
-            self.lower(**{name: t.spec for name, t in declared.items()})  # type: ignore[arg-type]
+        inputs, sizes = self._template().mir.inputs, self.flow._binding
+        if self.program in ("forward", "explicit") and all(i.type.symbols <= sizes.keys() for i in inputs):
+            self.lower(**{i.input: i.type.bind(sizes).spec for i in inputs})  # type: ignore[arg-type]
 
     # -- parameters --------------------------------------------------------------------------
 

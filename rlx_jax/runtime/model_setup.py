@@ -15,7 +15,7 @@ import jax
 
 from rlx_jax import errors
 from rlx_jax.compiler.meshes import make_model_sharding
-from rlx_jax.compiler.pipeline import Template, facts_of, make_template
+from rlx_jax.compiler.pipeline import Template, facts_of, lowered_once, make_template
 from rlx_jax.compiler.settings import (
     Settings,
     check_inputs,
@@ -82,7 +82,8 @@ def make_programs(
     flows_by_name = {flow.name: flow if init_key is None else with_missing_declared(flow) for flow in flow_list}
     if not flows_by_name or len(flows_by_name) < len(flow_list):
         raise errors.GraphError(f"flows of one model have distinct names; got {listing([f.name for f in flow_list])}")
-    builds, initialized = build_with_missing(flows_by_name, build_flows(flows_by_name, weights), init_key)
+    builds = build_flows(flows_by_name, weights)
+    builds, initialized = (builds, ()) if init_key is None else build_with_missing(flows_by_name, builds, init_key)
     builts = [*builds.values()]
     source = check_sources(builts, options.strict)
     settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, b in builds.items()})
@@ -92,7 +93,6 @@ def make_programs(
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
-    check_quantized_blocks(settings, [template.hir for template in templates.values()])
     if settings.model_sharding is not None:
         check_divisible(settings.model_sharding, layout.params.values())
     captured = {name: built.captured for name, built in builds.items()}
@@ -116,8 +116,9 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
     Raises:
         ProfileError: one selects none; the message has a suggestion.
     """
+    patterns = [pattern for pattern, scheme in settings.quantized if pattern.text != "**" and scheme != "keep"]
     paths: set[Path] = set()
-    for graph in graphs:
+    for graph in graphs if patterns else ():
         for inner, node in graph.walk():
             params = [op for v in node.inputs if isinstance(op := inner.nodes[v.node].op, Param)]
             paths.update(
@@ -126,8 +127,8 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
                 for layer, program in enumerate(param.programs)
                 if any(isinstance(step, Quantized) for step in steps(program))
             )
-    for pattern, scheme in settings.quantized:
-        if pattern.text != "**" and scheme != "keep" and not any(map(pattern.matches, paths)):
+    for pattern in patterns:
+        if not any(map(pattern.matches, paths)):
             names = sorted({without_layer_numbers(path_text(path)) for path in paths})
             choices = f"; blocks are {listing(names, 8)}" if names else ""
             raise errors.ProfileError(
@@ -150,19 +151,19 @@ def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Mapping[str
 
 
 def build_with_missing(
-    flows: Mapping[str, Buildable], builds: Mapping[str, Built], init_key: jax.Array | None
+    flows: Mapping[str, Buildable], builds: Mapping[str, Built], init_key: jax.Array
 ) -> tuple[Mapping[str, Built], tuple[str, ...]]:
     """Initialize missing weights, and build the flows again over a source that includes them.
 
     Args:
         flows: the flows by name.
         builds: the built flows by name.
-        init_key: the random key; None to initialize nothing.
+        init_key: the random key.
 
     Returns:
         The built flows, and the keys of the initialized weights. If none are missing, the flows are as before.
     """
-    initialized = {} if init_key is None else init_missing_weights([*builds.values()], init_key)
+    initialized = init_missing_weights([*builds.values()], init_key)
     if not initialized:
         return builds, ()
     source = with_initialized(next(iter(builds.values())).source, initialized)
@@ -185,14 +186,24 @@ def plan_layout(
     Returns:
         The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
     """
-    templates = {name: make_template(built, settings, first, False) for name, built in builds.items()}
-    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan, settings.plan.packed)
+    graphs = tuple(built.hir for built in builds.values())
+    settings, layout = lowered_once(next(iter(builds.values())), _plan_layout, builds, settings, first, graphs)
+    return settings, layout, {name: make_template(built, settings, first) for name, built in builds.items()}
+
+
+def _plan_layout(
+    builds: Mapping[str, Built], settings: Settings, first: str, graphs: tuple[Graph, ...]
+) -> tuple[Settings, Layout]:
+    """Return the settings and the layout; `graphs` are those of the builds, and the other arguments as above."""
+    programs = [make_template(built, settings, first).hir for built in builds.values()]
+    layout = layout_of(programs, settings.plan.scan, settings.plan.packed)
     twice = len(builds) > 1 and layout.duplicated_keys()
     if settings.merge and (
         twice or any(needs_other_params(built, layout, settings, first) for built in builds.values())
     ):
-        return plan_layout(builds, replace(settings, merge=False), first)
-    return settings, layout, templates
+        return _plan_layout(builds, replace(settings, merge=False), first, graphs)
+    check_quantized_blocks(settings, programs)
+    return settings, layout
 
 
 def needs_other_params(built: Built, layout: Layout, settings: Settings, first: str) -> bool:

@@ -37,7 +37,7 @@ from rlx_jax.compiler.executable import (
     with_compile_cache,
 )
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
-from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
+from rlx_jax.compiler.pipeline import Template, lowered_once, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import out_of_memory
@@ -47,11 +47,11 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.mir.small import unread_inputs
+from rlx_jax.lru import LruCache
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.program import Buildable, Built
+from rlx_jax.program import MAX_TEMPLATES, Buildable, Built
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
-from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import ProgramKey, recompile_reason
 from rlx_jax.runtime.sequence_state import EmptyState, empty_state, state_shardings, with_last_token
 
@@ -81,8 +81,6 @@ MAX_RECOMPILE_REASONS = 32
 
 # Operands of samplers that are retained; with a bias each takes 5 bytes per word of the vocabulary.
 MAX_OPERANDS = 16
-# Templates that are retained: a flow has few, one for each program and set of optional inputs.
-MAX_TEMPLATES = 32
 
 
 class Programs:
@@ -176,7 +174,8 @@ class Programs:
     def unread_inputs(self, flow: str, optional_inputs: frozenset[str]) -> frozenset[str]:
         """Return the inputs that no output of a flow reads when these optional inputs are passed."""
         if (flow, optional_inputs) not in self.unread_by_optional:
-            self.unread_by_optional[flow, optional_inputs] = unread_inputs(self.build(flow, optional_inputs).hir)
+            built = self.build(flow, optional_inputs)
+            self.unread_by_optional[flow, optional_inputs] = lowered_once(built, unread_inputs, built.hir)
         return self.unread_by_optional[flow, optional_inputs]
 
     def any_template(self, key: ProgramKey) -> Template:

@@ -10,8 +10,10 @@ object after loading, so that threads can share it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsIndex
@@ -46,6 +48,7 @@ _BERT_SETTINGS = {
 _ROLES_WITH_IDS = ("bos", "eos", "pad")
 _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_ID_FILES = ("generation_config.json", "config.json")  # with the ids of special tokens, the first file first
 # Fewer texts are encoded natively, each word again: looking up words of a single text takes as long.
 MIN_TABLE_TEXTS = 32
 
@@ -268,6 +271,10 @@ class Tokenizer:
         return [np.array(row.ids, np.int32) for row in rows], [np.array(row.type_ids, np.int32) for row in rows]
 
 
+# Tokenizers in use, by the content of their files: models with equal files share one.
+_tokenizers: weakref.WeakValueDictionary[Any, Tokenizer] = weakref.WeakValueDictionary()
+
+
 def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a model directory, or None if it has no `tokenizer.json`.
 
@@ -289,11 +296,23 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     """
     folder = Folder.from_path(directory)
     _fetch_files(folder)
-    where = folder.where(TOKENIZER)
-    content = read_document(folder, where)
-    if content is None:
+    raw = read_tokenizer(folder)
+    if raw is None:
         return None
-    raw, document = content
+    settings = folder.json(_COMPANION_FILES[0])
+    templates = load_templates(folder, settings, folder.where(_COMPANION_FILES[0]))
+    contents = [folder.json(name) for name in (*_COMPANION_FILES, *_ID_FILES)]
+    key = hashlib.sha256(raw).digest(), repr(contents), repr(templates), lowercase
+    tokenizer = _tokenizers.get(key)
+    if tokenizer is None:
+        tokenizer = _tokenizers[key] = _make_tokenizer(folder, raw, templates, lowercase)
+    return tokenizer
+
+
+def _make_tokenizer(folder: Folder, raw: bytes, chat_templates: Mapping[str, str], lowercase: bool) -> Tokenizer:
+    """Return the tokenizer of a directory from the bytes of `tokenizer.json`; see `load_tokenizer`."""
+    where = folder.where(TOKENIZER)
+    document = parse_document(raw, where)
     # The native library parses the file again, so the vocabulary, its largest part, is freed before that. Only Unigram
     # models have a list here.
     is_unigram = isinstance(document.pop("model").get("vocab"), list)
@@ -329,25 +348,27 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         special_count=special_count,
         special_tokens={f"{role}_token": name for role, name in names.items() if name is not None},
         added_tokens=added_tokens,
-        chat_templates=load_templates(folder, settings, tokenizer_config.where),
+        chat_templates=chat_templates,
         _native=native,
         gives_types=gives_types(tokenizer_config),
         _ascii=guard(lambda: AsciiTexts.of(native, added_tokens), where),
     )
 
 
-def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
-    """Return the bytes of `tokenizer.json` and the parsed document, checked; None if there is no such file."""
-    raw = folder.read(TOKENIZER, (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES"), TokenizerError)
-    if raw is None:
-        return None
+def read_tokenizer(folder: Folder) -> bytes | None:
+    """Return the bytes of `tokenizer.json`; None if there is no such file."""
+    return folder.read(TOKENIZER, (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES"), TokenizerError)
+
+
+def parse_document(raw: bytes, where: str) -> dict[str, Any]:
+    """Return the parsed document in the bytes of `tokenizer.json`, checked."""
     document = parse(raw, where, TokenizerError, (MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES"))
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise TokenizerError(f"{where}: expected an object with an object 'model'")
     if document["model"].get("dropout"):
         raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
     refuse_panics(document, where)
-    return raw, document
+    return document
 
 
 def _fetch_files(folder: Folder) -> None:
@@ -417,7 +438,7 @@ def config_token_ids(folder: Folder, role: str) -> tuple[int, ...]:
     Raises:
         ConfigError: the value is not a token id or a list of them.
     """
-    for name in ("generation_config.json", "config.json"):
+    for name in _ID_FILES:
         value = folder.json(name).get(f"{role}_token_id")
         if value is None or (role == "pad" and value == -1):  # -1: "none" in the first Llama configs
             continue

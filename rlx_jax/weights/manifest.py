@@ -196,14 +196,14 @@ def _find_differing_files(directory: str, files: Mapping[str, FileEntry]) -> lis
 
 
 @contextmanager
-def explain_damage(directory: str, manifest: Manifest | None) -> Iterator[None]:
+def explain_damage(directory: str, manifest: Manifest) -> Iterator[None]:
     """Convert an error of a decoder to an `IntegrityError` if files differ from their digests."""
     try:
         yield
     except errors.IntegrityError:
         raise
     except (errors.FormatError, errors.StorageError, errors.NonFiniteWeightError) as cause:
-        differences = [] if manifest is None else _find_differing_files(directory, manifest.files)
+        differences = _find_differing_files(directory, manifest.files)
         if not differences:
             raise
         raise errors.IntegrityError(
@@ -304,18 +304,17 @@ def open_verified(
         IntegrityError: files or weights differ from the manifest, or it is required and missing.
     """
     manifest = None if verify == "metadata" else read_manifest(directory, links)
-    if manifest is not None:
-        check_lengths(directory, manifest.files)
-        if any(entry.sha256 is None for entry in manifest.weights.values()):
-            check_files(directory, manifest.files, links)
-    elif verify == "full":
+    if manifest is None and verify == "full":
         raise errors.IntegrityError(
             f'{quote(directory)}: no {MANIFEST_NAME} to verify with; verify="auto" loads it as it is'
         )
+    if manifest is None:
+        return read()
+    check_lengths(directory, manifest.files)
+    if any(entry.sha256 is None for entry in manifest.weights.values()):
+        check_files(directory, manifest.files, links)
     with explain_damage(directory, manifest):
         source = read()
-    if manifest is None:
-        return source
     entries_by_key = {to_key(name): entry for name, entry in manifest.weights.items()}
     weights = {key: entry for key, entry in entries_by_key.items() if key is not None}
     return VerifiedSource(source, replace(manifest, weights=weights), directory)

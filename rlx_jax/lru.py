@@ -28,6 +28,9 @@ class LruCache(Generic[K, V]):
         self._lock = threading.Lock()
         self._creation_lock = creation_lock or threading.RLock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LruCache, (self.limit,)  # a copy is empty
+
     def get(self, key: K) -> V | None:
         """Return the entry, which counts as a use; None if there is none."""
         with self._lock:
