@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from handwritten_llama import Sizes, hf_config
-from report import Goals, emit, interleaved, table
+from report import Goals, RandomSource, emit, interleaved, table
 
 import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
@@ -78,15 +78,9 @@ Call = Callable[[], Any]
 def build(shape: Shape) -> rlx.CausalLM:
     """Our model with random weights."""
     config = LlamaConfig.from_hf({**hf_config(shape.sizes), "tie_word_embeddings": True})
-    rng = np.random.default_rng(0)
-
-    def random_array(size: tuple[int, ...]) -> Any:
-        noise = rng.standard_normal(size, np.float32) * np.float32(0.02)
-        return (noise if len(size) > 1 else np.ones(size)).astype(hand_dtype(shape))
-
-    weights = {key: random_array(spec.shape) for key, spec in weight_specs(config).items()}
+    specs = {key: jax.ShapeDtypeStruct(s.shape, hand_dtype(shape)) for key, s in weight_specs(config).items()}
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype}, donation={"strict": True})
-    return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096)
+    return rlx.CausalLM(Llama32Flow(config), RandomSource(specs), profile=profile, max_positions=4096)
 
 
 def hand_dtype(shape: Shape) -> Any:

@@ -24,8 +24,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import plan
-from moe import RandomSource
-from report import emit, seconds
+from report import RandomSource, emit, seconds
 
 import rlx_jax as rlx
 

@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from moe import RandomSource, measure
-from report import emit, interleaved, table
+from moe import measure
+from report import RandomSource, emit, interleaved, table
 
 import rlx_jax as rlx
 from rlx_jax.device import running_device

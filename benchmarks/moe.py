@@ -20,8 +20,7 @@ import os
 import statistics
 import sys
 import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from handwritten_decode import empty_cache
-from report import emit, interleaved, noise, table
+from report import RandomSource, emit, interleaved, table
 
 import rlx_jax as rlx
 from rlx_jax.device import running_device
@@ -86,36 +85,6 @@ def hf_config(c: hand.Sizes) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": c.theta}, "tie_word_embeddings": False,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-
-
-class RandomSource:
-    """A checkpoint that is nowhere: each key's numbers begin at a place of its own of `noise`."""
-
-    def __init__(self, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        self.specs = specs
-        self.noise = np.tile(noise(next(iter(specs.values())).dtype), 2)
-
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self.specs)
-
-    def spec(self, key: str) -> jax.ShapeDtypeStruct:
-        return self.specs[key]
-
-    def has(self, key: str) -> bool:
-        return key in self.specs
-
-    def where(self, key: str) -> str:
-        return "made up"
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        shape, dtype = self.specs[key].shape, self.specs[key].dtype
-        if len(shape) < 2:
-            whole = np.ones(shape, dtype)
-        else:
-            size, period = int(np.prod(shape)), self.noise.size // 2
-            at = zlib.crc32(key.encode()) % period
-            whole = np.resize(self.noise[at : at + min(size, period)], size).reshape(shape)
-        return whole if index is None else whole[index]
 
 
 def build(shape: Shape) -> rlx.CausalLM:

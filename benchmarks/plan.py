@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from moe import RandomSource
-from report import Goals, emit, seconds, table
+from report import Goals, RandomSource, emit, seconds, table
 
 import rlx_jax as rlx
 from rlx_jax.inspection import rates

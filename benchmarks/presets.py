@@ -1,10 +1,11 @@
 """What a profile chooses by default, against what it leaves: one setting of each variant is another.
 
-    python benchmarks/presets.py                 every family, f32 on the CPU, bf16 on a GPU
+    python benchmarks/presets.py                 every family in f32 on the CPU; bert and wide in bf16 on a GPU
     python benchmarks/presets.py gemma qwen3     these
     python benchmarks/presets.py wide bert       the widths of Llama 1B in two layers, of BERT-base in four
 
-One model of each family, with the proportions of its published ones. All variants of a model run in turn, through
+On a GPU most of the time is spent compiling: runs with `--rounds 1` for a few variants each, at once, fill the compile
+cache for one with all of them. One model of each family, with the proportions of its published ones. All variants of a model run in turn, through
 `lm.generate`, `lm.prefill`, `lm.score`, `rlx.compile` and `encoder.embed`; ratios are to the default. On a CPU, which
 may have other work to do, time is that of the processor, over all threads; the least of all rounds counts. The comments
 in `profiles/*.rlx.toml` quote this. Exits with 1 if a step of decoding, scores, embeddings or a forward pass take over
@@ -194,14 +195,16 @@ def measure_family(family: str, dtype: str, rounds: int, variants: Iterable[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="what the presets choose, against what they leave")
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="by default all")
+    parser.add_argument(
+        "families", nargs="*", choices=[*FAMILIES, []], help="by default all, on a GPU those of published widths"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="with the default")
     args = parser.parse_args()
     dtype = "bf16" if jax.default_backend() == "gpu" else "f32"
     goals, lines, chosen = Goals(), [], next(iter(VARIANTS))
     variants = dict.fromkeys((chosen, *args.variants))
-    for family in args.families or FAMILIES:
+    for family in args.families or (("bert", "wide") if KIND == "cuda" else FAMILIES):
         for job, times in measure_family(family, dtype, args.rounds, variants).items():
             for name, values in times.items():
                 ratio, ms = min(values) / min(times[chosen]), min(values) * 1e3
