@@ -4,12 +4,12 @@
     python benchmarks/presets.py gemma qwen3     these
     python benchmarks/presets.py wide bert       the widths of Llama 1B in two layers, of BERT-base in four
 
-On a GPU most of the time is spent compiling: runs with `--rounds 1` for a few variants each, at once, fill the compile
-cache for one with all of them. One model of each family, with the proportions of its published ones. All variants of a model run in turn, through
-`lm.generate`, `lm.prefill`, `lm.score`, `rlx.compile` and `encoder.embed`; ratios are to the default. On a CPU, which
-may have other work to do, time is that of the processor, over all threads; the least of all rounds counts. The comments
-in `profiles/*.rlx.toml` quote this. Exits with 1 if a step of decoding, scores, embeddings or a forward pass take over
-1.03 times as long by default as in the fastest variant.
+One model of each family, with the proportions of its published ones. On a GPU most of the time is spent compiling: runs
+at once, with `--rounds 1` and a few variants each, fill the compile cache for one with all of them. All variants of a
+model run in turn, through `lm.generate`, `lm.prefill`, `lm.score`, `rlx.compile` and `encoder.embed`; ratios are to the
+default. On a CPU, which may have other work to do, time is that of the processor, over all threads; the least of all
+rounds counts. The comments in `profiles/*.rlx.toml` quote this. Exits with 1 if a step of decoding, scores, embeddings
+or a forward pass take over 1.03 times as long by default as in the fastest variant.
 """
 
 from __future__ import annotations
