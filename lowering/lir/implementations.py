@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, Param, locate_errors
@@ -199,7 +200,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 
 
 def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a kernel `(op, *arrays)`: under `grad` and `vmap` an equivalent function runs."""
+    """Return a decorator for a kernel `(op, *arrays)`: under `grad`, `jvp` and `vmap` an equivalent function runs."""
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -213,8 +214,18 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
 
             batched = custom_vmap(functools.partial(kernel, op))
             batched.def_vmap(run_rows)
-            result = jax.custom_vjp(batched)
-            result.defvjp(functools.partial(jax.vjp, plain), lambda backward, cotangents: backward(cotangents))
+            result = jax.custom_jvp(batched)
+
+            def differentiate(primals: tuple[AnyArray, ...], tangents: tuple[AnyArray, ...]) -> tuple[Any, Any]:
+                moving = {i: t for i, t in enumerate(tangents) if type(t) is not SymbolicZero}
+
+                def vary(*values: AnyArray) -> Any:
+                    given = dict(zip(moving, values, strict=True))
+                    return plain(*(given.get(i, a) for i, a in enumerate(primals)))
+
+                return jax.jvp(vary, tuple(primals[i] for i in moving), tuple(moving.values()))
+
+            result.defjvp(differentiate, symbolic_zeros=True)
             return result(*arrays)
 
         return run

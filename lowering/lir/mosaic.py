@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
-    "LANES", "WARPS", "LazyModule", "copies", "load", "pl", "plgpu", "run_kernel", "tiled", "transforms",
+    "LANES", "WARPS", "LazyModule", "copies", "flipped", "load", "pl", "plgpu", "run_kernel", "tiled", "transforms",
 ]  # fmt: skip
 
 # Warps of a warpgroup, and lanes of a warp.
