@@ -140,7 +140,7 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
     if op.returns != "context" or not op.causal or op.ahead or op.precision != "default":
         return False
     positions = [t for name, t in zip(op.extra, extras, strict=True) if name == "positions"]
-    return set(op.extra) <= set(EXTRAS) and len(positions) == 1 and math.prod(map(int, positions[0].shape)) == rows
+    return set(op.extra) <= set(EXTRAS) and len(positions) == 1 and positions[0].size == rows
 
 
 # Optional operands of an attention that the kernel has.
@@ -173,16 +173,11 @@ def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
         elif is_head_op(graph, node, width):
             ops.insert(0, value.node)
         elif not isinstance(op, Reshape) and not (
-            isinstance(op, TakeRow) and size_of(graph, value) == size_of(graph, node.inputs[0])
+            isinstance(op, TakeRow) and graph.type(value).size == graph.type(node.inputs[0]).size
         ):
             return HeadSource(value, offset, tuple(ops), rope, tuple(nodes))
         nodes.append(value.node)
         value = node.inputs[0]
-
-
-def size_of(graph: Graph, value: Value) -> int:
-    """Return the number of entries of a value with static sizes."""
-    return math.prod(map(int, graph.type(value).shape))
 
 
 def can_rotate(graph: Graph, node: Node, width: int) -> bool:
@@ -200,7 +195,7 @@ def is_head_op(graph: Graph, node: Node, width: int) -> bool:
     x, *others = (graph.type(v) for v in node.inputs)
     if not x.shape or x.symbols or int(x.shape[-1]) != width or node.types[0] != x:
         return False
-    if any(t.symbols or math.prod(map(int, t.shape)) != width for t in others):
+    if any(t.symbols or t.size != width for t in others):
         return False
     types, count = (one_head(x), *others), math.prod(map(int, x.shape[:-1]))
     return is_by_rows(node.op, (x, *others), types, count) and not op_refusal(node.op, types, width, True)

@@ -41,9 +41,6 @@ ROWS, OWN_ROWS, COLUMNS, PIECE, DEPTH = 128, 64, 256, 64, 64
 # programs. With as many of the second as of the first, copies and products would wait for each other.
 SLOTS, LAG, PROGRAMS = 4, 2, 132
 
-# Columns of a tile, and steps, where one warpgroup multiplies.
-SMALL_COLUMNS, SMALL_SLOTS = 256, 4
-
 # Registers of a thread that copies, and of one that multiplies.
 COPYING, MULTIPLYING = 40, 232
 
@@ -121,13 +118,7 @@ class ProductSizes(NamedTuple):
     @property
     def tile_columns(self) -> int:
         """Return the columns of a tile of the result."""
-        limit = COLUMNS if self.groups > 1 else SMALL_COLUMNS
-        return min(limit // self.weights, self.columns)
-
-    @property
-    def slots(self) -> int:
-        """Return the steps that shared memory has room for."""
-        return SLOTS if self.groups > 1 else SMALL_SLOTS
+        return min(COLUMNS // self.weights, self.columns)
 
     @property
     def tiles_in_row(self) -> int:
@@ -159,9 +150,9 @@ class ProductSizes(NamedTuple):
         return lax.div(number, self.tiles_in_row), lax.rem(number, self.tiles_in_row)
 
 
-def await_step(sizes: ProductSizes, refs: Any, step: AnyArray) -> AnyArray:
+def await_step(refs: Any, step: AnyArray) -> AnyArray:
     """Wait until a step is in shared memory, and return its slot."""
-    slot = lax.rem(step, sizes.slots)
+    slot = lax.rem(step, SLOTS)
     plgpu.barrier_wait(refs.x_copied.at[slot])
     plgpu.barrier_wait(refs.w_copied.at[slot])
     return slot
@@ -203,13 +194,13 @@ def multiply_blocks(
     }  # fmt: skip
     scratch = {
         # Steps of rows and of weights, and pieces of the result.
-        "x_tiles": plgpu.SMEM((sizes.slots, groups * OWN_ROWS, DEPTH), x.dtype, transforms=transforms()),
-        "w_tiles": plgpu.SMEM((sizes.slots, sizes.products, *weight_shape), x.dtype, transforms=transforms()),
+        "x_tiles": plgpu.SMEM((SLOTS, groups * OWN_ROWS, DEPTH), x.dtype, transforms=transforms()),
+        "w_tiles": plgpu.SMEM((SLOTS, sizes.products, *weight_shape), x.dtype, transforms=transforms()),
         "out_tiles": plgpu.SMEM((groups, 2, OWN_ROWS, PIECE), x.dtype, transforms=transforms()),
         # For each slot of a step, barriers of copies of rows, of weights, and of products.
-        "x_copied": plgpu.Barrier(num_barriers=sizes.slots),
-        "w_copied": plgpu.Barrier(num_arrivals=len(weights), num_barriers=sizes.slots),
-        "consumed": plgpu.Barrier(num_arrivals=groups, num_barriers=sizes.slots),
+        "x_copied": plgpu.Barrier(num_barriers=SLOTS),
+        "w_copied": plgpu.Barrier(num_arrivals=len(weights), num_barriers=SLOTS),
+        "consumed": plgpu.Barrier(num_arrivals=groups, num_barriers=SLOTS),
     }
     out = jax.ShapeDtypeStruct((len(block_expert) * block_rows, columns), x.dtype)
     run = functools.partial(run_group, sizes, finish)
@@ -247,12 +238,12 @@ def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: Any, tile: Any
     def _() -> None:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            plgpu.barrier_arrive(refs.consumed.at[await_step(sizes, refs, first + k)])
+            plgpu.barrier_arrive(refs.consumed.at[await_step(refs, first + k)])
 
     def accumulate(*sums: Any) -> tuple[AnyArray, ...]:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            slot = await_step(sizes, refs, first + k)
+            slot = await_step(refs, first + k)
             rows = refs.x_tiles.at[slot, pl.ds(refs.group * OWN_ROWS, OWN_ROWS)]
             for p, total in enumerate(sums):
                 weights = refs.w_tiles.at[slot, p]
@@ -296,9 +287,9 @@ def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
     @pl.loop(0, sizes.steps)
     def _(k: AnyArray) -> None:
         step = tile * sizes.steps + k
-        slot, entries = lax.rem(step, sizes.slots), pl.ds(k * DEPTH, DEPTH)
+        slot, entries = lax.rem(step, SLOTS), pl.ds(k * DEPTH, DEPTH)
 
-        @pl.when(step >= sizes.slots)
+        @pl.when(step >= SLOTS)
         def _() -> None:
             plgpu.barrier_wait(refs.consumed.at[slot])
 
@@ -315,7 +306,7 @@ def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
             @pl.when(step >= LAG)
             def _() -> None:
                 wait_for_rows(LAG)
-                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, sizes.slots)])
+                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, SLOTS)])
 
 
 def await_end(sizes: ProductSizes, refs: Any, end: AnyArray) -> None:
@@ -325,13 +316,13 @@ def await_end(sizes: ProductSizes, refs: Any, end: AnyArray) -> None:
         @pl.when(end >= left)
         def _(left: int = left) -> None:
             wait_for_rows(left - 1)
-            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, sizes.slots)])
+            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, SLOTS)])
 
-    for left in range(1, sizes.slots + 1):
+    for left in range(1, SLOTS + 1):
 
         @pl.when(end >= left)
         def _(left: int = left) -> None:
-            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, sizes.slots)])
+            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, SLOTS)])
 
 
 def row_layout() -> Any:

@@ -233,17 +233,6 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
     return decorate
 
 
-@with_reference(lambda op, *arrays: op.eval(*map(decoded, arrays)))
-def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
-    """Compute a group by its kernels."""
-    runs: dict[type, Callable[..., Any]] = {
-        KernelGroup: run_group,
-        ExpertGroup: run_experts,
-        AttentionGroup: run_attention,
-    }
-    return runs[type(op)](op, *arrays)
-
-
 # The modules of the kernels of one op, imported only when one runs, as they import Pallas; then the kernels of groups.
 KERNEL_MODULES = {
     name: LazyModule(f"rlx_jax.lowering.lir.{module}")
@@ -253,7 +242,11 @@ KERNEL_MODULES = {
     }.items()
     for name in names
 }  # fmt: skip
-GROUP_KERNELS = ("matvec", "decode_attention", "streamed")
+GROUP_KERNELS: dict[str, Callable[..., Any]] = {
+    "matvec": run_group,
+    "decode_attention": run_attention,
+    "streamed": run_experts,
+}
 KERNELS = (*KERNEL_MODULES, *GROUP_KERNELS)
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
@@ -269,7 +262,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         name: lambda *arrays, name=name, module=module: getattr(module, name)(*arrays)
         for name, module in KERNEL_MODULES.items()
     },
-    **dict.fromkeys(GROUP_KERNELS, group_kernel),
+    **{
+        name: with_reference(lambda op, *arrays: op.eval(*map(decoded, arrays)))(kernel)
+        for name, kernel in GROUP_KERNELS.items()
+    },
 }
 
 

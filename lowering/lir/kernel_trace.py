@@ -48,7 +48,7 @@ class KernelTrace:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            name, inner = equation.primitive.name, inner_jaxpr(equation)
             if name in RESHAPES:
                 results = operands[:1]
             elif name in REDUCTIONS:
@@ -100,6 +100,11 @@ def number_of(value: Any, dtype: Any) -> AnyArray:
     return jnp.asarray(np.asarray(value).item(), dtype)
 
 
+def inner_jaxpr(equation: Any) -> Any:
+    """Return the function that an equation calls, if it has one."""
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+
+
 def dtype_of(atom: Any) -> Any:
     """Return the dtype of a literal or variable of a jaxpr."""
     return atom.aval.dtype
@@ -130,7 +135,7 @@ def unsupported_primitive(jaxpr: Any, size: int, reductions: bool) -> str:
         reductions: whether whole rows may be reduced.
     """
     for equation in jaxpr.eqns:
-        name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        name, inner = equation.primitive.name, inner_jaxpr(equation)
         if name in CALLS:
             if found := unsupported_primitive(inner.jaxpr, size, reductions):
                 return found
@@ -168,8 +173,7 @@ def is_same_by_rows(whole: ClosedJaxpr, one: ClosedJaxpr, count: int) -> bool:
         name = a.primitive.name
         if a.primitive is not b.primitive or not all(map(is_same, a.invars, b.invars)):
             return False
-        first, second = (e.params.get("jaxpr", e.params.get("call_jaxpr")) for e in (a, b))
-        if name in CALLS and not is_same_by_rows(first, second, count):
+        if name in CALLS and not is_same_by_rows(inner_jaxpr(a), inner_jaxpr(b), count):
             return False
         if name in ELEMENTWISE and a.params != b.params:
             return False

@@ -141,8 +141,7 @@ def ops_after(
         others: why some nodes cannot join.
     """
     nodes, best, reason = graph.nodes, [product], ""
-    shape = nodes[product].types[0].shape
-    size, width = math.prod(map(int, shape)), int(shape[-1])
+    size, width = nodes[product].types[0].size, int(nodes[product].types[0].shape[-1])
     first = readers[Value(product)]
     split = nodes[number := first[0]].op if len(first) == 1 and first[0] >= 0 else None
     members = best
@@ -209,8 +208,7 @@ def kernel_refusal(graph: Graph, node: Node, size: int, reductions: bool, count:
         return "a size that is not known"
     if count > 1 and node.types[0].shape not in [graph.type(v).shape for v in node.inputs]:
         return NOT_BY_ROWS
-    whole = [math.prod(map(int, t.shape)) == size for t in types]
-    if not all(is_whole or is_constant(graph, v) for is_whole, v in zip(whole, node.inputs, strict=True)):
+    if not all(t.size == size or is_constant(graph, v) for t, v in zip(types, node.inputs, strict=True)):
         return f"operands of other sizes than {size}"
     whole_types = tuple(graph.type(v) for v in node.inputs)
     if not is_by_rows(node.op, whole_types, types, count):
@@ -238,7 +236,7 @@ def one_row(t: TensorType, count: int) -> TensorType:
 
 def is_constant(graph: Graph, value: Value) -> bool:
     """Return whether a value is one constant number, which becomes part of a group."""
-    return isinstance(graph.nodes[value.node].op, Constant) and math.prod(map(int, graph.type(value).shape)) == 1
+    return isinstance(graph.nodes[value.node].op, Constant) and graph.type(value).size == 1
 
 
 @functools.lru_cache(maxsize=4096)

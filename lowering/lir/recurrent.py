@@ -12,7 +12,6 @@ CPU chunks run one after the other, so that each stays in the processor's cache.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +69,7 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)
     if tokens == 1:
         keys, values = (int(t.shape[-1]) for t in operands[1:3])
-        state_size = math.prod(map(int, operands[2].shape)) * keys  # numbers of the state, in f32
+        state_size = operands[2].size * keys  # numbers of the state, in f32
         fits = fits and keys <= MAX_STATE_KEYS and values % STATE_COLUMNS == 0
         if fits and not op.every and 4 * state_size >= LARGE_STATE_BYTES:
             return Choice("one_pass", "the state is read once")
