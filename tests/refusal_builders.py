@@ -2,8 +2,11 @@
 
 # ruff: noqa: F401 (the expressions read the imported names)
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -24,9 +27,11 @@ from rlx_jax.models.encoder import TOKEN
 from rlx_jax.models.gemma import GemmaConfig
 from rlx_jax.models.nomic import NomicVisionConfig
 from rlx_jax.models.siglip import Siglip2VisionFlow
+from rlx_jax.text.tokenizer import load_tokenizer
 from tests import divided
 from tests import test_attention as attention
 from tests import test_cached_masks as masks
+from tests import test_chat as chats
 from tests import test_cross_attention as cross
 from tests import test_cuts as cuts
 from tests import test_decode_stages as stages
@@ -44,6 +49,7 @@ from tests import test_siglip2 as naflex
 from tests import test_spec_stage_forms as forms
 from tests import test_vision as pictures
 from tests.ops import o, operand
+from tests.oracles import chat_templates
 from tests.oracles.checkpoints import FIXTURES
 from tests.refusal_names import LLAMA, World
 from tests.small import Own
@@ -231,3 +237,27 @@ def exported(t: World, **options: Any) -> None:
 def patches(edit: Callable[[Any], Any]) -> Any:
     """Embed what an image processor makes of images for NaFlex after a change."""
     return naflex.model_of().embed(edit(rlx.ImageProcessor(patch=5, max_patches=20)(naflex.IMAGES)))
+
+
+@functools.cache
+def chat_tokenizer() -> Any:
+    """The tokenizer of the checkpoint with the format of ChatML."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(chat_templates.format_checkpoint(Path(folder) / "m", "qwen"))
+
+
+def templated(*texts: str, template: str) -> Any:
+    """Render what people wrote by a template."""
+    messages = [{"role": "user", "content": text} for text in texts]
+    return chats.prompt(chat_tokenizer(), messages, chat_template=template)
+
+
+def template_of(t: World, stored: Any) -> Any:
+    """Load a tokenizer whose settings have this template."""
+    return load_tokenizer(chat_templates.checkpoint(t.here / "m", [], settings={"chat_template": stored}))
+
+
+def pixels(fn: Callable[[Any, Any], Any]) -> rlx.ModelFlow:
+    """A flow of pixels that has another input."""
+    flow = rlx.ModelFlow("own").input("pixels", ("batch", 3, "height", "width"))
+    return flow.input("more", ("batch", 1, 1, 1)).custom(fn)

@@ -159,12 +159,12 @@ def in_python(case: Case, names: dict[str, Any]) -> list[str]:
 def in_a_shell(code: str) -> list[str]:
     """Run the command; what it writes to stderr, and its status."""
     _, *words = shlex.split(code)
-    with contextlib.redirect_stderr(io.StringIO()) as written, contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()) as written, contextlib.redirect_stdout(io.StringIO()) as results:
         try:
             status = cli.main(words)
         except SystemExit as left:
             status = int(left.code or 0)
-    assert status, f"{code}: status 0"
+    assert status and not results.getvalue(), f"{code}: status {status}"
     return [*written.getvalue().splitlines(), f"(exit status {status})"]
 
 

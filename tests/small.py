@@ -45,6 +45,11 @@ def profile(**tables: Any) -> rlx.CompileProfile:
     return rlx.CompileProfile().replace(**tables)
 
 
+def x_flow(width: int = 8) -> rlx.ModelFlow:
+    """A flow over `x` `[batch, seq, width]`."""
+    return rlx.ModelFlow("m").input("x", ("batch", "seq", width))
+
+
 def declared(stage: Any, width: int) -> dict[str, tuple[int, ...]]:
     """The weights that a stage reads, by key, as it declares them: for values `[batch, seq, width]`."""
     flow = rlx.ModelFlow("declared").input("x", ("batch", "seq", width)).stage(stage)

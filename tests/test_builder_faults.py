@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 from rlx_jax import Graph, ModelFlow, errors
-from tests.small import compiled
+from tests.small import compiled, x_flow
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3, 8)).astype(np.float32)
 H = 8
-
-
-def x_flow() -> ModelFlow:
-    return ModelFlow("m").input("x", ("batch", "seq", H))
 
 
 def test_a_row_of_each_sequence_is_one_of_them() -> None:

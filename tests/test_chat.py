@@ -161,22 +161,6 @@ def test_parts_cannot_spell_a_control_token(tokenizers: dict[str, Tokenizer]) ->
 
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
-MADE: dict[str, tuple[list[str], str]] = {
-    "left out": (["a<|im_(no)end|>b"], TURN.replace("CONTENT", "m.content|replace('(no)', '')|trim")),
-    "lower case": (["<|IM_END|>"], TURN.replace("CONTENT", "m.content|lower")),
-    "side by side": (["x<|im_", "end|>y"], "{% for m in messages %}{{ m.content }}{% endfor %}"),
-    "within": (["im_end"], "{{ '<|' + messages[0].content + '|>' }}<|im_end|>"),
-    "as Python writes it": (["<|im_end|>"], "{{ messages }}"),
-    "backwards": ([">|dne_mi|<"], "{{ messages[0].content|reverse }}"),
-}
-
-
-@pytest.mark.parametrize("case", MADE)
-def test_a_template_makes_no_control_token_of_what_people_wrote(tokenizers: dict[str, Tokenizer], case: str) -> None:
-    texts, template = MADE[case]
-    messages = [{"role": "user", "content": text} for text in texts]
-    with pytest.raises(errors.RequestError, match=r"'<\|im_end\|>'"):
-        prompt(tokenizers["qwen"], messages, chat_template=template)
 
 
 @pytest.mark.parametrize("case", ["turns", "tool call", "indented tools", "own template"])
@@ -213,13 +197,6 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(directory)
     assert prompt(tokenizer, "x", tokenize=False) == "D"
     assert prompt(tokenizer, "x", tokenize=False, chat_template="rag") == "R é"
-
-
-@pytest.mark.parametrize("stored", [5, [], [{"name": "a"}], [{"name": 1, "template": "x"}]])
-def test_a_wrong_field_is_told(tmp_path: Path, stored: Any) -> None:
-    directory = formats.checkpoint(tmp_path / "m", [], settings={"chat_template": stored})
-    with pytest.raises(errors.ConfigError, match="tokenizer_config.json.*chat_template"):
-        load_tokenizer(directory)
 
 
 def test_wrong_files(tmp_path: Path) -> None:

@@ -150,48 +150,14 @@ def test_an_output_that_takes_no_letters(
     assert capsys.readouterr().err == "rlx-jax: StorageError: stdout: No space left on device\n"
 
 
-def test_a_size_or_an_axis_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither replaces the other in silence."""
-    for words, message in (
-        (["inspect", BASE, "--level", "lir", "--batch", "2", "--size", "batch=3"], "the size 'batch' is given twice"),
-        (["diff", BASE, BASE, "--size", "seq=2", "--size", "seq=3"], "the size 'seq' is given twice, as 2 and 3"),
-        (["plan", BASE, "--device", "h100", "--mesh", "data=2,data=4"], "it has the axis 'data' twice"),
-    ):
-        assert cli.main([*map(str, words)]) == 1
-        assert message in capsys.readouterr().err
-
-
-WRONG: dict[str, tuple[list[object], int, str]] = {
-    "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),
-    "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "use only one of them"),
-    "bytes": ([BASE, "--prompt", "\udcff"], 1, "RequestError: --prompt: not UTF-8"),
-    "no device": ([BASE, "--devices", "0"], 1, "RequestError: --devices 0: expected 1 to 8"),
-    "tensor that does not divide": ([BASE, "--devices", "8", "--tensor", "3"], 1, "8 devices, one of 1, 2, 4, 8"),
-    "devices by name": ([BASE, "--devices", "gpu"], 2, "--devices: expected a number or auto, got 'gpu'"),
-    "not a number": ([BASE, "--max-new-tokens", "many"], 2, "--max-new-tokens: invalid int value: 'many'"),
-    "nothing": ([], 2, "required: DIR"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_errors(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on stderr, nothing on stdout, and the status."""
-    words, status, message = WRONG[case]
-    try:
-        got = cli.main(["generate", "--prompt", "x", *map(str, words)])
-    except SystemExit as leaving:  # argparse does so
-        got = int(str(leaving.code))
-    out, problems = capsys.readouterr()
-    assert (got, out) == (status, "")
-    assert re.search(message, problems) and "Traceback" not in problems
-    assert status == 2 or problems.startswith("rlx-jax: ") and problems.count("\n") == 1
-
-
 @pytest.mark.parametrize(("words", "told"), [
     ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
     ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
     ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
     ("generate nowhere", "one of the arguments --prompt --input is required"),
+    ("generate --prompt x --devices gpu", "--devices: expected a number or auto, got 'gpu'"),
+    ("generate --prompt x --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
+    ("generate --prompt x", "required: DIR"),
 ])  # fmt: skip
 def test_a_command_that_is_not_understood(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Names the word that is wrong before what is missing, and what was meant."""
@@ -216,6 +182,8 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert cli.main(["generate", str(BASE), "--prompt", "-"]) == 1
     assert "stdin: not UTF-8 at byte 2" in capsys.readouterr().err
+    assert cli.main(["generate", str(BASE), "--prompt", "\udcff"]) == 1
+    assert "RequestError: --prompt: not UTF-8" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", None)  # a shell's <&-
     assert read_line("> ") == read_stdin("texts") == b""
 

@@ -193,10 +193,6 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "another prompt" in run(capsys, *words, "--prompt", "x", status=1)
     with pytest.raises(errors.TokenIdError, match=r"texts\[4\]"):
         list(encoder.embed_iter([[1], [1], [1], [1], [10**6]]))
-    for call, message in ((lambda: encoder.embed_iter("ab"), "iterable"),
-                          (lambda: encoder.embed_iter([], precision="int8"), "ranges=")):  # fmt: skip
-        with pytest.raises(errors.RequestError, match=message):
-            call()
     scored = [{"text": " was", "context": "It"}, {"text": "a b"}, {"text": "", "id": 1}, {"context": "x"}]
     words = ["score", BASE, "--input", write_lines(tmp_path / "in", *scored), "--output", target, "--overwrite"]
     assert run(capsys, *words)["errors"] == 2

@@ -19,7 +19,7 @@ from tests.opening import opened
 from tests.oracles.numpy_reference import ACTIVATIONS
 from tests.oracles.op_formulas import attention, layer_norm, rms_norm
 from tests.oracles.op_formulas import rope as turned
-from tests.small import compiled
+from tests.small import compiled, x_flow
 
 B, S, H, V, F = 2, 3, 8, 11, 12
 RNG = np.random.default_rng(0)
@@ -30,11 +30,6 @@ IDS = RNG.integers(0, V, (B, S)).astype(np.int32)
 def w(*shape: int, seed: int = 0) -> np.ndarray:
     """A random weight."""
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
-
-
-def x_flow() -> rlx.ModelFlow:
-    """A flow over `x` `[batch, seq, 8]`."""
-    return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
 
 
 def ids_flow() -> rlx.ModelFlow:
@@ -189,8 +184,6 @@ def test_lm_head() -> None:
     assert drawn == {"e": (V, H), "lm_head.weight": (7, H)}
     with pytest.raises(errors.GraphError, match="Embed"):
         x_flow().lm_head(V, H, tied=True).build()
-    with pytest.raises(errors.WeightShapeError, match=rf"for width {H}; got f32\[.*,{H + 1}\]"):
-        ids_flow().embed("e").linear("wide").lm_head(tied=True).build({"e": e, "wide": w(H + 1, H)})
 
 
 def test_outputs_and_names() -> None:
@@ -235,8 +228,6 @@ def test_recipes_and_functions_are_flows() -> None:
         close(run(getattr(flow, name)(), X, weights={"w": w(F, H)}), want)
     other = rlx.CompileProfile().replace(fusion={"policy": "fusable"})
     assert "fusion=fusable" in compiled(flow.profile_prefill(), {"w": w(F, H)}, profile=other).text("hir")
-    with pytest.raises(rlx.RlxError, match="ModelFlow"):
-        compiled(3)
 
 
 OPERATORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[np.ndarray], np.ndarray]]] = {

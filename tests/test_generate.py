@@ -261,8 +261,6 @@ def test_a_full_cache(plain: Case) -> None:
     assert_close(np.asarray(logits)[:, :1], want[:, 8:9])
     with pytest.raises(errors.SequenceLengthError):
         plain.lm.extend(state, tokens[:, 9:10])
-    with pytest.raises(errors.SequenceLengthError):
-        plain.lm.prefill(tokens, max_len=10)
 
 
 SAMPLER = rlx.Sampler(0.8, top_k=30, repetition_penalty=1.3, logit_bias={7: 2.0, 9: -np.inf})

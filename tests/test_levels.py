@@ -198,30 +198,18 @@ def test_the_fusion_report_of_what_is_compiled(
 
 
 COMMANDS = {
-    "a level": (["hir"], "hir @llama (12 nodes", ""),
-    "a difference": (["hir", "--pass", "derive", "--diff", "--program", "extend"], "CachedAttention+1", ""),
-    "a program": (["mir", "--program", "explicit", "--format", "stats"], "Input=5", ""),
-    "sizes": (["lir", "--batch", "2", "--context", "16", "--size", "seq=4"], "f32[2,16,", ""),
-    "a profile": (["mir", "--dtype", "bf16", "--program", "forward"], "bf16[batch,seq,", ""),
-    "a format": (["hir", "--format", "mermaid"], "flowchart TD", ""),
-    "no sizes": (["lir"], "", "--level lir needs sizes: pass --size batch=N --size context=N --size seq=N"),
-    "a size of another program": (["mir", "--program", "forward", "--context", "8"], "", "no size 'context'"),
-    "JSON": (["mir", "--json"], "", "--json: a program is written as text"),
-    "no such pass": (["mir", "--pass", "csee"], "", "did you mean 'cse'"),
+    "a level": (["hir"], "hir @llama (12 nodes"),
+    "a difference": (["hir", "--pass", "derive", "--diff", "--program", "extend"], "CachedAttention+1"),
+    "a program": (["mir", "--program", "explicit", "--format", "stats"], "Input=5"),
+    "sizes": (["lir", "--batch", "2", "--context", "16", "--size", "seq=4"], "f32[2,16,"),
+    "a profile": (["mir", "--dtype", "bf16", "--program", "forward"], "bf16[batch,seq,"),
+    "a format": (["hir", "--format", "mermaid"], "flowchart TD"),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_inspect_writes_a_level(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, out, error = COMMANDS[name]
-    assert entry.main(["inspect", CHECKPOINT, "--level", *words]) == (1 if error else 0)
+    words, out = COMMANDS[name]
+    assert entry.main(["inspect", CHECKPOINT, "--level", *words]) == 0
     captured = capsys.readouterr()
-    assert out in captured.out and error in captured.err and bool(captured.out) != bool(error)
-
-
-def test_inspect_refuses_options_of_a_level(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        entry.main(["inspect", CHECKPOINT, "--pass", "cse", "--size", "seq=3", "--batch", "0", "--dtype", "bf16"]) == 1
-    )
-    message = "--pass, --size, --batch, --dtype: for a program as text; pass --level, such as --level mir. For memory"
-    assert message in capsys.readouterr().err
+    assert out in captured.out and not captured.err

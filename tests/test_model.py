@@ -134,26 +134,6 @@ def test_integers_narrow_after_a_range_check(dtype: str, pair: Any) -> None:
     np.testing.assert_allclose(pair(X, IDS.astype(dtype)), WANT, rtol=1e-6)
 
 
-BAD: dict[str, tuple[Any, Any, Any]] = {
-    "int64 over int32": (X, IDS.astype(np.int64) + 2**31, DTypeError),
-    "int64 under int32": (X, IDS.astype(np.int64) - 2**31 - V, DTypeError),
-    "uint64 over int32": (X, IDS.astype(np.uint64) + 2**63, DTypeError),
-    "huge ints": (X, [[2**70] * S] * B, rlx.RlxError),
-    "bfloat16": (X.astype(ml_dtypes.bfloat16), IDS, DTypeError),
-    "jax float16": (jnp.asarray(X, jnp.float16), IDS, DTypeError),
-    "batch differs": (X, IDS[:1], ShapeError),
-    "seq differs": (X, IDS[:, :1], ShapeError),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_inputs_that_do_not_fit_are_named(name: str, pair: Any) -> None:
-    """The message names the input, and both sides of what differs."""
-    x, ids, error = BAD[name]
-    with pytest.raises(error, match=r"\b(x|ids|seq|batch)\b"):
-        pair(x, ids)
-
-
 @pytest.mark.parametrize("dtype", ["int64", "float64", "uint32", "float16", "bfloat16", "bool"])
 def test_inputs_of_every_dtype(dtype: str) -> None:
     """64-bit inputs are 32-bit ones in JAX: values that fit are taken, others refused."""
@@ -269,8 +249,6 @@ def test_text_at_every_level() -> None:
     model(np.zeros((7, H), np.float32))
     assert "f32[7,8]" in model.text("lir") and "7x8xf32" in model.text("stablehlo") and "f32[7,8]" in model.text("hlo")
     assert "f32[5,8]" in model.text("lir", Spec((5, H), np.float32))
-    with pytest.raises(GraphError, match="hlo"):
-        model.text("hol")
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")

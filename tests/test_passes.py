@@ -20,7 +20,7 @@ from rlx_jax.ir.graph import Constant, Graph, Leaf
 from rlx_jax.ir.types import TensorType
 from tests import small
 from tests.opening import opened
-from tests.small import compiled, equations, profile, read_by, relative, w
+from tests.small import compiled, equations, profile, read_by, relative, w, x_flow
 
 # Settings vary here over programs that have nothing for some of them to act on.
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
@@ -35,11 +35,6 @@ WEIGHTS = {
     **{name: w(H, H, seed=i) for i, name in enumerate(("w", "v", "u"))},
     "g": 1 + w(H), "b": w(H, seed=1), "gate": w(F, H), "up": w(F, H, seed=1), "down": w(H, F),
 }  # fmt: skip
-
-
-def x_flow() -> rlx.ModelFlow:
-    """A flow over `x` `[batch, seq, 8]`."""
-    return rlx.ModelFlow("m").input("x", ("batch", "seq", H))
 
 
 def llama_flow(layers: int = 2, biased: bool = False) -> rlx.ModelFlow:

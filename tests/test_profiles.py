@@ -317,8 +317,6 @@ def test_presets_and_files(tmp_path: Any) -> None:
         assert AUTO.diff(other).fields == (Change("layers.roll", "auto", "scan"),)
     assert str(AUTO.diff("auto")) == "auto and auto have the same settings"
     assert CompileProfile.auto().diff("llama32_decode").theirs == "llama32_decode"
-    with pytest.raises(ProfileError, match="diff: profile is 3"):
-        AUTO.diff(3)  # type: ignore[arg-type]
     flow = rlx.ModelFlow("m").input("x", ("n", 4)).linear("w")
     with pytest.raises(ProfileError, match="fusion.disable: unknown pass 'cze'"):
         AUTO.diff(AUTO.replace(fusion={"disable": ["cze"]}), rlx.compile(flow, {"w": np.ones((4, 4), np.float32)}))

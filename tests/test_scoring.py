@@ -291,21 +291,6 @@ def test_an_input_that_no_output_reads() -> None:
         model.generate([[1, 2]], max_new_tokens=3, inputs={"beside": np.ones((1, 1, 4), np.float32)})
 
 
-def test_refused_models(lm: Any) -> None:
-    """Tokens that see those behind them, no begin token, no longest text."""
-    mixes = rlx.CausalLM(
-        own(Custom(lambda emit, x: emit.add(x, emit.mean(x, axis=1, keepdims=True))), Linear("w", shape=(13, 4))),
-        WEIGHTS,
-    )
-    with pytest.raises(errors.DeriveError):
-        mixes.score([1, 2, 3])
-    bare = rlx.CausalLM(own(Linear("w", shape=(13, 4))), WEIGHTS)
-    with pytest.raises(errors.RequestError, match="has neither; pass bos_id= or eos_ids="):
-        bare.score(([], [1]))
-    with pytest.raises(errors.RequestError, match="no longest text; pass context="):
-        bare.perplexity([1, 2, 3])
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_live_scores(kind: str, tmp_path: Path) -> None:

@@ -9,14 +9,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import stream_id
+from tests.small import x_flow
 
 X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((2, 5, 8)).astype(np.float32)
-
-
-def x_flow() -> rlx.ModelFlow:
-    """A flow over `x` `[batch, seq, 8]`."""
-    return rlx.ModelFlow("m").input("x", ("batch", "seq", 8))
 
 
 def run(flow: rlx.ModelFlow, *inputs: Any) -> Any:

@@ -18,6 +18,7 @@ from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
+from tests.small import compiles_of
 from tests.test_json import op_classes
 
 COMPOSITES = {"LlamaDecoderBlock", "LinearFused", "SharedLinearPair", "SwiGLU", "ResidualRmsNorm", "Qwen35MtpHead"}
@@ -78,21 +79,11 @@ WEIGHTS_8B = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 
 
 def test_an_8b_model_is_counted_without_a_compile() -> None:
     """FLOPs are 2 a weight and token, and those of attention; a step reads every weight. In a fraction of a second."""
-    compiles: list[str] = []
-
-    def listen(event: str, duration_secs: float, **names: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiles.append(str(names.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        model = rlx.compile(Llama32Flow.for_prefill(LLAMA_8B), program="extend")
-        model.text("mir")  # the template is there
-        start = time.perf_counter()
-        report = model.report(batch=1, seq=1, context=2048)
-        seconds = time.perf_counter() - start
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    model = rlx.compile(Llama32Flow.for_prefill(LLAMA_8B), program="extend")
+    model.text("mir")  # the template is there
+    start = time.perf_counter()
+    report, compiles = compiles_of(lambda: model.report(batch=1, seq=1, context=2048))
+    seconds = time.perf_counter() - start
     assert compiles == [] and report.compiles == 0
     assert report.flops == 2 * WEIGHTS_8B + 32 * 4 * 4096 * 2048
     assert report.bytes is not None and 4 * WEIGHTS_8B < report.bytes < 1.05 * 4 * WEIGHTS_8B

@@ -226,7 +226,7 @@ def test_every_setting_shows(tmp_path: Path) -> None:
 
 
 def test_flow_of_your_own() -> None:
-    """A flow with an output `pooled` embeds; one without says what is missing."""
+    """A flow with an output `pooled` embeds."""
 
     def pooled(emit: Any, x: Any) -> Any:
         emit.output("pooled", x.mean(axis=1))
@@ -243,15 +243,6 @@ def test_flow_of_your_own() -> None:
     want = cut @ weights["p.weight"].reshape(4, 12).T + weights["pos"]
     assert_close(encoder.embed([picture])[0], want.mean(0).astype(np.float32))
     assert_close(encoder.hidden_states(encoder.processor([picture]))[0], want.astype(np.float32))
-    with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
-        rlx.VisionEncoder(flow, weights).embed([picture])
-    with pytest.raises(errors.GraphError, match="VisionEncoder.*pixel values"):
-        rlx.VisionEncoder(rlx.ModelFlow("flat").input("x", ("batch", 4)).custom(lambda emit, x: x))
-    with pytest.raises(errors.GraphError, match="also requires 'more'"):
-        more = flow.input("more", ("batch", 1, 1)).custom(lambda emit, x: x * emit.flow_input("more"))
-        rlx.VisionEncoder(more, weights)
-    with pytest.raises(errors.RequestError, match="'ViT'.*ImageProcessor"):
-        rlx.VisionEncoder(flow, weights, processor="ViT")  # type: ignore[arg-type]
 
 
 def test_few_programs() -> None:
