@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, ProfileError, check_names, did_you_mean, quote
-from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
+from rlx_jax.ir.graph import Constant, Graph, GraphStage, TypeCache
+from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import peel_last
+from rlx_jax.ir.user_functions import CAPTURED_LIMIT, MAX_CAPTURED
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
@@ -345,3 +348,25 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
         if p.name == stop:
             break
     return PassesResult(blocks, lowered, graph, graphs, seconds, nodes, tuple(fusion_sites))
+
+
+def check_constants(graph: Graph, types: TypeCache) -> None:
+    """Check that constants and arrays captured by functions are small in total; equal arrays count once.
+
+    Raises:
+        GraphError: together they exceed `MAX_CAPTURED` bytes; the message names the largest.
+    """
+    sizes: dict[Any, tuple[int, str]] = {}
+    for _, node in graph.walk():
+        location = f"{path_text(node.origin.path)} {node.op.text()}"
+        if isinstance(node.op, Constant):
+            sizes.setdefault(node.op.data, (len(node.op.data), location))
+        for array in types.captured_arrays.get(node.op, ()):
+            is_tracer = isinstance(array, jax.core.Tracer)  # a tracer has no bytes to compare
+            sizes.setdefault(id(array) if is_tracer else np.asarray(array).tobytes(), (array.nbytes, location))
+    total = sum(size for size, _ in sizes.values())
+    if total > MAX_CAPTURED:
+        largest = sorted(sizes.values(), reverse=True)[:4]
+        largest_text = f"The largest: {'; '.join(f'{location}: {size} bytes' for size, location in largest)}"
+        constants = f"{total} bytes of constants in one program"
+        raise GraphError(f"{graph.name}: {constants}, {CAPTURED_LIMIT}. {largest_text}")

@@ -23,7 +23,7 @@ from jax import lax
 
 from rlx_jax import errors, plugins
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_switches, pass_named, run_passes
+from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_constants, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import (
     CLEANING,
     Settings,
@@ -48,7 +48,6 @@ from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized, packing_of
 from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import TensorType, as_dim, is_float
-from rlx_jax.ir.verify import check_constants
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.hir import explicit, row_layouts
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS

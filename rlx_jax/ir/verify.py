@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-import jax
-import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnboundInputError
-from rlx_jax.ir.graph import (
-    BodyInput,
-    Constant,
-    Graph,
-    Hir,
-    Input,
-    Leaf,
-    Mir,
-    Node,
-    Op,
-    Param,
-    StateRead,
-    TypeCache,
-    Value,
-)
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType
-from rlx_jax.ir.user_functions import CAPTURED_LIMIT, MAX_CAPTURED
 
 # The kinds of op that are legal at each level.
 LEGAL_OPS: dict[str, tuple[type, ...]] = {
@@ -68,28 +49,6 @@ def verify(graph: Graph, level: str, stage: str, types: TypeCache) -> Graph:
 
 def _exists(graph: Graph, value: Value) -> bool:
     return 0 <= value.node < len(graph.nodes) and 0 <= value.index < len(graph.nodes[value.node].types)
-
-
-def check_constants(graph: Graph, types: TypeCache) -> None:
-    """Check that constants and arrays captured by functions are small in total; equal arrays count once.
-
-    Raises:
-        GraphError: together they exceed `MAX_CAPTURED` bytes; the message names the largest.
-    """
-    sizes: dict[Any, tuple[int, str]] = {}
-    for _, node in graph.walk():
-        location = f"{path_text(node.origin.path)} {node.op.text()}"
-        if isinstance(node.op, Constant):
-            sizes.setdefault(node.op.data, (len(node.op.data), location))
-        for array in types.captured_arrays.get(node.op, ()):
-            is_tracer = isinstance(array, jax.core.Tracer)  # a tracer has no bytes to compare
-            sizes.setdefault(id(array) if is_tracer else np.asarray(array).tobytes(), (array.nbytes, location))
-    total = sum(size for size, _ in sizes.values())
-    if total > MAX_CAPTURED:
-        largest = sorted(sizes.values(), reverse=True)[:4]
-        largest_text = f"The largest: {'; '.join(f'{location}: {size} bytes' for size, location in largest)}"
-        constants = f"{total} bytes of constants in one program"
-        raise GraphError(f"{graph.name}: {constants}, {CAPTURED_LIMIT}. {largest_text}")
 
 
 def _problems(graph: Graph, level: str, types: TypeCache, is_program: bool = True, count: int = 1) -> Iterator[Problem]:
