@@ -53,7 +53,35 @@ KeywordsLike = CompileKeywords | None
 DEFAULT_CAPACITY = 8
 
 
-class ModelCompilePipeline:
+class KeyedEntries:
+    """What is compiled for each key of a caller, at most `capacity`; the first is dropped first, and a hit changes no
+    order."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = check_integer("capacity", capacity, 1)
+        self._entries: dict[int, Any] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    contains = __contains__
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is compiled."""
+        return not self._entries
+
+    def _keep(self, key: int, entry: Any) -> None:
+        """Keep the entry of a new key."""
+        self._entries[key] = entry
+        if len(self._entries) > self.capacity:
+            del self._entries[next(iter(self._entries))]
+
+
+class ModelCompilePipeline(KeyedEntries):
     """The compile of one model in three steps, each of which runs once for its arguments.
 
     Executables are kept by the caller's keys, at most `capacity`, and the first one is dropped first. The first call
@@ -75,14 +103,12 @@ class ModelCompilePipeline:
 
     def __init__(self, device: str = "auto", capacity: int = DEFAULT_CAPACITY) -> None:
         self.device = CompileProfile().replace(fusion={"target": device}).fusion.target
-        self.capacity = check_integer("capacity", capacity, 1)
+        super().__init__(capacity)  # of the sizes and the profile of an executable, it, and its manifest
         self.aot: AotCache | None = None
         self.template_result: CompileResult | None = None
         self._flow: Buildable | None = None
         self._base: CompileProfile | None = None  # before what a component changes
         self._programs: Programs | None = None
-        # The sizes and the profile of an executable, it, and its manifest.
-        self._entries: dict[int, tuple[dict[str, int], CompileProfile, Executable, BindingManifest]] = {}
 
     def with_aot(self, directory: str | os.PathLike[str]) -> ModelCompilePipeline:
         """Keep planned programs in a directory, for components of the mode `AOT`; return the pipeline itself."""
@@ -238,19 +264,6 @@ class ModelCompilePipeline:
 
     # -- executables -------------------------------------------------------------------------
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    contains = __contains__
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether there are no executables."""
-        return not self._entries
-
     @property
     def has_template(self) -> bool:
         """Return whether the template is built."""
@@ -310,9 +323,7 @@ class ModelCompilePipeline:
         """
         if key not in self._entries:
             result = make()
-            self._entries[key] = dict(binding), profile, self.compile_lir(result), result.manifest()
-            if len(self._entries) > self.capacity:
-                del self._entries[next(iter(self._entries))]
+            self._keep(key, (dict(binding), profile, self.compile_lir(result), result.manifest()))
         sizes, compiled_profile, executable, manifest = self._entries[key]
         if sizes != dict(binding):
             raise RequestError(
@@ -369,33 +380,18 @@ class Qwen35CompileCache(ModelCompilePipeline):
         return super().get_or_compile_component(component, build_hir, options)
 
 
-class CompileCache:
+class CompileCache(KeyedEntries):
     """Compiled models by key, at most `capacity`; the first one is dropped first, and a hit changes no order."""
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        self.capacity = check_integer("capacity", capacity, 1)
-        self._models: dict[int, CompiledModel] = {}
+        super().__init__(capacity)
 
     def get_or_compile(self, key: int, build_hir: BuildHir, **options: Any) -> CompiledModel:
         """Return the model of a key; a new one is `rlx_jax.compile(build_hir(), **options)`."""
-        if key not in self._models:
-            self._models[key] = compile(build_hir(), **options)
-            if len(self._models) > self.capacity:
-                del self._models[next(iter(self._models))]
-        return self._models[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._models
-
-    contains = __contains__
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether there are no models."""
-        return not self._models
+        if key not in self._entries:
+            self._keep(key, compile(build_hir(), **options))
+        model: CompiledModel = self._entries[key]
+        return model
 
 
 class DynamicDimCompileCache(ModelCompilePipeline):
