@@ -184,6 +184,22 @@ def test_missing_chunks_and_metadata(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}])
+def test_a_shape_without_its_last_chunks(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It would be read as a smaller array."""
+    import tensorstore
+
+    chunks = ocp.SaveArgs(chunk_byte_size=16)
+    path, zarr3 = tmp_path / "a", "use_zarr3" in options
+    ocp.PyTreeCheckpointer(**options).save(path, {"w": W, "b": B}, save_args={"w": chunks, "b": chunks})
+    assert_equal(read(path), {"w": W, "b": B})
+    driver = {"driver": "ocdbt", "base": f"file://{path}/"} if not options else {"driver": "file", "path": f"{path}/"}
+    store, name = tensorstore.KvStore.open(driver).result(), "w/zarr.json" if zarr3 else "w/.zarray"
+    store[name] = json.dumps(json.loads(store[name]) | {"shape": [2, 4]}).encode()
+    with pytest.raises(errors.CheckpointFormatError, match=r"array 'w': chunk '2.0' is outside of shape \[2, 4\]"):
+        read(path)
+
+
 @pytest.mark.parametrize(("depth", "error", "message"), [
     (30_000, errors.CheckpointFormatError, "nested"), (10**6, errors.LimitError, "bytes of metadata"),
 ])  # fmt: skip

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -176,7 +177,30 @@ class OrbaxSource(NamedTensors[TensorType]):
         for key, future in futures.items():
             with _convert_errors(self._where_array(key)):
                 stores[key] = future.result()
+        with _convert_errors(self._where()):
+            names = [os.fsdecode(name) for name in kvstore.list().result()]
+        self._check_chunks(names, stores)
         return stores
+
+    def _check_chunks(self, names: Sequence[str], stores: Mapping[str, Any]) -> None:
+        """Check that every chunk in the list of stored `names` is a part of the shape of its array.
+
+        Raises:
+            CheckpointFormatError: one is not, as in an array that the metadata makes smaller than it was.
+        """
+        arrays = {name: key for key, name in self._tree.arrays.items()}
+        outer, inner = ("/c/", "/") if self._tree.zarr3 else ("/", ".")
+        for name in names:
+            array, _, chunk = name.rpartition(outer)
+            if array not in arrays or not re.fullmatch(rf"\d+(\{inner}\d+)*", chunk, re.ASCII):
+                continue
+            key = arrays[array]
+            shape, sizes = stores[key].shape, stores[key].chunk_layout.write_chunk.shape or ()
+            if any(int(i) * size >= dim for i, size, dim in zip(chunk.split(inner), sizes, shape, strict=False)):
+                raise _Error(
+                    f"{self._where_array(key)}: chunk {quote(chunk)} is outside of shape {list(shape)}; the checkpoint "
+                    "is damaged"
+                )
 
     def _where_array(self, key: str) -> str:
         """Return the name of an array in messages."""

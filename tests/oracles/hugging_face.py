@@ -181,6 +181,10 @@ def load(directory: Path, auto_class: str, dtype: str = "float32") -> Any:
     )
     model.set_experts_implementation("eager")  # the others ask for widths that are multiples of 16 bytes
     assert not info["missing_keys"] or auto_class == "AutoModel", info
+    if model.config.model_type == "gpt_oss":  # some releases of transformers ignore the fields, and have constants
+        for layer in model.model.layers:
+            layer.mlp.experts.alpha = getattr(model.config, "swiglu_alpha", 1.702)
+            layer.mlp.experts.limit = getattr(model.config, "swiglu_limit", 7.0)
     return model.eval()
 
 
