@@ -4,6 +4,7 @@
 
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.encode.classifier import Reranker
+from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.checkpoint_tensor import BlockArray
 from rlx_jax.ir.graph import TypeCache
@@ -27,7 +29,10 @@ from rlx_jax.models.encoder import TOKEN
 from rlx_jax.models.gemma import GemmaConfig
 from rlx_jax.models.nomic import NomicVisionConfig
 from rlx_jax.models.siglip import Siglip2VisionFlow
+from rlx_jax.runtime.compile_flow import compile_together
 from rlx_jax.text.tokenizer import load_tokenizer
+from rlx_jax.weights.mapping import MappingSource
+from rlx_jax.weights.quantized import with_mxfp4_weights
 from tests import divided
 from tests import test_attention as attention
 from tests import test_cached_masks as masks
@@ -37,13 +42,19 @@ from tests import test_cuts as cuts
 from tests import test_decode_stages as stages
 from tests import test_decoder_block as layers
 from tests import test_explicit as explicit
+from tests import test_folder as folders
 from tests import test_gdn_scan as gdn
+from tests import test_gpt_oss as gpt_oss
 from tests import test_label_losses as heads
 from tests import test_mesh_params as meshes
 from tests import test_packed as packing
 from tests import test_packed_models as packed_models
+from tests import test_padded as padded
 from tests import test_param_programs as programs
 from tests import test_patching as patching
+from tests import test_plugins as extensions
+from tests import test_programs as together
+from tests import test_queries as queries
 from tests import test_self_attention as selves
 from tests import test_siglip2 as naflex
 from tests import test_spec_stage_forms as forms
@@ -261,3 +272,17 @@ def pixels(fn: Callable[[Any, Any], Any]) -> rlx.ModelFlow:
     """A flow of pixels that has another input."""
     flow = rlx.ModelFlow("own").input("pixels", ("batch", 3, "height", "width"))
     return flow.input("more", ("batch", 1, 1, 1)).custom(fn)
+
+
+def inlined(inputs: str, params: tuple[str, ...] | None = None) -> Any:
+    """Put a module into another with these of its inputs and parameters bound."""
+    m = rlx.Graph.hir("outer")
+    given = (m.input("a", (3, 8)), m.input("b", (3, 6)), m.input("c", (3, 6)))
+    bound = None if params is None else {name: m.param("o", (8, 6)) for name in params}
+    return m.inline(queries.inner(), dict(zip(inputs, given, strict=False)), bound)
+
+
+def mxfp4(edit: Callable[[Any], Any]) -> Any:
+    """Look at a weight in MXFP4 after a change of its parts."""
+    parts = {f"w{end}": array for end, array in gpt_oss.packed((2, 3, 64), 1).items()}
+    return with_mxfp4_weights(MappingSource(edit(parts))).spec("w")

@@ -5,13 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.user_functions import MAX_CAPTURED
 
 TABLE = np.full(3, 2.0, np.float32)
 SCALE = 2.0
@@ -112,10 +110,3 @@ def test_a_step_along_the_tokens() -> None:
     c[:] = 9.0
     with pytest.raises(GraphError, match="has changed since the model was built"):
         model(np.ones((1, 4, 3), np.float32))
-
-
-def test_a_large_array_is_refused_before_it_is_read() -> None:
-    """A table on the disk is not read to say that it is no constant."""
-    large = np.broadcast_to(np.float32(1), (MAX_CAPTURED, 3))
-    with pytest.raises(GraphError, match="name the array as a weight"):
-        model_of(lambda t: t * jnp.asarray(large).sum())

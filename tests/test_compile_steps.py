@@ -180,8 +180,6 @@ def test_the_first_executable_is_dropped_first() -> None:
     for rows in (1, 2, 1, 3):  # the second use of 1 changes no order
         pipeline.get_or_compile(rows, {"batch": rows}, module)
     assert 1 not in pipeline and 2 in pipeline and 3 in pipeline
-    with pytest.raises(RequestError, match="capacity"):
-        rlx.ModelCompilePipeline("cpu", capacity=0)
     with pytest.raises(ProfileError, match="h200"):
         pipeline = rlx.ModelCompilePipeline("cpu")
         pipeline.build_template(module, {"profile": rlx.CompileProfile().replace(fusion={"target": "h200"})})

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.errors import ConfigError, LimitError, MissingFileError, PathEscapeError, RlxError, StorageError
+from rlx_jax.errors import ConfigError, LimitError, MissingFileError, PathEscapeError, RlxError
 from rlx_jax.io import folder, limits
 from rlx_jax.io.files import parse_object
 from rlx_jax.io.folder import Folder
@@ -140,25 +140,6 @@ def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
 def test_strings_hide_nothing(tmp_path: Path) -> None:
     value = {"a": '[[[["NaN', "b\\": "\\", 'c"': "{" * 100 + "9" * 5000, "d": "\\ud800 spelt out"}
     assert read_json(config_of(tmp_path, json.dumps(value).encode())) == value
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    for name, error, message in [
-        ("absent.json", MissingFileError, "no such file"),
-        ("absent/config.json", MissingFileError, "no such file"),
-        (".", ConfigError, "a directory"),
-        ("fifo", ConfigError, "a FIFO"),
-    ]:
-        with pytest.raises(error, match=message):
-            read_json(tmp_path / name)
-    with pytest.raises(ConfigError, match="a device"):
-        read_json("/dev/null")
-    with pytest.raises(FileNotFoundError):  # the built-in, for code that does not know rlx_jax
-        read_json(tmp_path / "absent.json")
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(StorageError, match="symbolic links"):
-        read_json(tmp_path / "loop")
 
 
 def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,18 +66,8 @@ def test_numbers_of_mxfp4() -> None:
 
 
 def test_what_is_no_mxfp4() -> None:
-    """Sizes that do not belong together, a scale that stands for NaN, and half of a pair, which is left as it is."""
+    """A scale that stands for NaN; half of a pair is left as it is."""
     parts = packed((2, 3, 64), 1)
-    for changes in (
-        {"_scales": parts["_scales"][:, :2]}, {"_blocks": parts["_blocks"][..., :8]},
-        {"_blocks": parts["_blocks"].astype(np.int32)},
-    ):  # fmt: skip
-        wrong = with_mxfp4_weights(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
-        with pytest.raises(errors.WeightError, match="'w'.*(16 bytes for each of the scales|expected u8)"):
-            wrong.spec("w")
-    twice = {"w" + end: a for end, a in parts.items()} | {"w": np.ones((2, 64, 3), np.float32)}
-    with pytest.raises(errors.DuplicateWeightError, match="'w': it is stored quantised, and as 'w'"):
-        with_mxfp4_weights(MappingSource(twice)).spec("w")
     parts["_scales"][1, 1, 1] = 253
     with pytest.raises(errors.WeightError, match="'w'.*252.*253.*bf16"):
         with_mxfp4_weights(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")

@@ -199,23 +199,6 @@ def test_what_is_no_mask_over_tokens() -> None:
     assert_close(np.asarray(hidden)[0, :5], ALONE["no mask"][1](TABLE[TEXTS[0]]))
 
 
-def test_warm_up_ends() -> None:
-    """Where a text may have any length, there is no largest program."""
-    with pytest.raises(RequestError, match="own .*max_positions="):
-        encoder(read).warmup()
-
-
-def test_what_padded_has_no_rule_for() -> None:
-    """Where queries are not the tokens, and how far a key is from one has a say."""
-
-    def stage(emit: Any, x: Any) -> Any:
-        found = emit.broadcast_to(emit.param("latents"), (x.shape[0], 3, WIDTH))
-        return x + emit.attention(found, x, x, heads=HEADS, causal=True)[:, :1]
-
-    with pytest.raises(DeriveError, match="which are not the tokens, is causal or has a window"):
-        rlx.compile(flow(stage), {"table": TABLE, "latents": LATENTS}, program="padded").text("mir")
-
-
 @pytest.mark.parametrize("end", [9, None])
 def test_an_end_that_stands_in_padding(end: int | None) -> None:
     """Of a text, the end that is its own; without one it begins at the beginning."""

@@ -263,16 +263,6 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
     assert len(merged.layout.params) == 2 and sorted(together.layout.params) == ["k", "q", "table"]
 
 
-def test_flows_that_do_not_go_together() -> None:
-    other = head("b").with_profile(rlx.CompileProfile().replace(precision={"matmul": "highest"}))
-    for flows, error, message in (
-        ([head("a"), head("a")], errors.GraphError, "distinct names"),
-        ([head("a"), other], errors.ProfileError, "'a' and 'b' differ in .*matmul"),
-    ):
-        with pytest.raises(error, match=message):
-            compile_together(flows, {"table": np.ones((4, 4), np.float32)})
-
-
 def test_outputs_of_a_program_are_chosen_by_name() -> None:
     """Of the last token, too: side outputs are there if they are asked for, and are not computed if not."""
     flow = head("m").store_stream("raw").linear("a").linear("a").with_extra_outputs(["raw"])

@@ -74,21 +74,6 @@ def test_a_graph_inside_another() -> None:
     assert "block" in m.inspect()
 
 
-def test_what_is_not_bound() -> None:
-    m = Graph.hir("outer")
-    given = (m.input("a", (3, 8)), m.input("b", (3, 6)), m.input("c", (3, 6)))
-    for inputs, params, error, text in (
-        ("x", None, GraphError, "inputs 'y' are not bound; bound are 'x'"),
-        ("xyz", None, GraphError, "'z' is none of its inputs"), ("xy", (), GraphError, "params 'mlp.up' are not bound"),
-        ("yx", ("mlp.up",), ShapeError, r"'x' is f32\[3,8\], and bound to f32\[3,6\]"),
-    ):  # fmt: skip
-        bound = None if params is None else {name: m.param("o", (8, 6)) for name in params}
-        with pytest.raises(error, match=text):
-            m.inline(inner(), dict(zip(inputs, given, strict=False)), bound)
-    with pytest.raises(GraphError, match="expected a module at the same level, got hir"):
-        Graph.mir("outer").inline(inner(), {})
-
-
 def test_weights_that_calls_give() -> None:
     m = inner().promote_params_to_inputs(["mlp.up"])
     assert [i.name for i in m.inputs] == ["x", "y", "mlp_up"] and m.build().params == {}

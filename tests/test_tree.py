@@ -11,8 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import rlx_jax as rlx
-from rlx_jax.errors import MissingWeightError, RlxError, WeightShapeError
-from rlx_jax.weights.mapping import MappingSource
+from rlx_jax.errors import MissingWeightError, WeightShapeError
 
 RNG = np.random.default_rng(0)
 LEAF = RNG.standard_normal((6, 3, 2, 4)).astype(np.float32)  # inputs, layer, heads, dim
@@ -71,9 +70,3 @@ def test_flax_and_orbax(tmp_path: Path) -> None:
         checkpointer.save(tmp_path / "run", params)
     written = rlx.open_weights(tmp_path / "run", names={k: v for k, v in names.items() if v}, verify="metadata")
     np.testing.assert_array_equal(written.read("weight"), dense.read("weight"))
-
-
-def test_packed_leaves_are_refused() -> None:
-    packed = {"w": rlx.Packed(np.zeros((2, 34), np.uint8), "gguf_q8_0", (2, 32))}
-    with pytest.raises(RlxError, match="leaf 'w' is packed"):
-        rlx.open_weights(MappingSource(packed), names={"w": "v"})
