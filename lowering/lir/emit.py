@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax import lax
 
 from rlx_jax.lowering.lir.mosaic import LazyModule, plgpu
 
 __all__ = [
-    "arith", "array_of", "emit_asm", "ir", "llvm", "mgpu", "mma", "number", "vector", "wait_for_rows", "words",
+    "announce_rows", "arith", "array_of", "emit_asm", "ir", "llvm", "mgpu", "mma", "number", "vector", "words",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -27,10 +28,18 @@ def emit_asm(asm: str, operands: Sequence[Any], constraints: str) -> None:
     llvm.inline_asm(None, operands, asm, constraints, has_side_effects=True)
 
 
-def wait_for_rows(begun: int) -> None:
-    """Wait until all copies by `cp.async` but the last `begun` have ended, and `wgmma` reads what they wrote."""
+def announce_rows(copied: Any, slots: int, step: Any, begun: int) -> None:
+    """Wait until rows of a step are copied by `cp.async`, so that `wgmma` reads them, and pass the barrier of its slot.
+
+    Args:
+        copied: a barrier for each slot.
+        slots: the number of slots, which steps fill one after another.
+        step: the number of the step.
+        begun: the steps begun after it.
+    """
     asm = f"cp.async.wait_group {begun}; fence.proxy.async.shared::cta;"
     plgpu.inline_mgpu()(lambda _: emit_asm(asm, [], ""))()
+    plgpu.barrier_arrive(copied.at[lax.rem(step, slots)])
 
 
 def number(value: int) -> Any:

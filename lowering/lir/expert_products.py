@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.lowering.lir.emit import arith, emit_asm, ir, llvm, mgpu, vector, wait_for_rows
+from rlx_jax.lowering.lir.emit import announce_rows, arith, emit_asm, ir, llvm, mgpu, vector
 from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks, count_into_blocks
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace
-from rlx_jax.lowering.lir.mosaic import copies, load, pl, plgpu, run_kernel, tiled, transforms
+from rlx_jax.lowering.lir.mosaic import await_slot, copies, load, pl, plgpu, run_kernel, tiled, transforms
 
 AnyArray = Any
 
@@ -288,11 +288,7 @@ def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
     def _(k: AnyArray) -> None:
         step = tile * sizes.steps + k
         slot, entries = lax.rem(step, SLOTS), pl.ds(k * DEPTH, DEPTH)
-
-        @pl.when(step >= SLOTS)
-        def _() -> None:
-            plgpu.barrier_wait(refs.consumed.at[slot])
-
+        await_slot(refs.consumed, SLOTS, step)
         for p, ref in enumerate(refs.weights):
             source = ref.at[expert, *sizes.oriented(pl.ds(column * width, width), entries)]
             part = (0, pl.ds(p * width, width)) if sizes.contract else (p,)
@@ -302,27 +298,16 @@ def copy_tile(sizes: ProductSizes, refs: Any, tile: AnyArray) -> None:
             plgpu.copy_gmem_to_smem(refs.x.at[rows, entries], x_tile, refs.x_copied.at[slot])
         else:
             copy_rows(x_tile, refs.x, own[0], k, sizes.depth)
-
-            @pl.when(step >= LAG)
-            def _() -> None:
-                wait_for_rows(LAG)
-                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, SLOTS)])
+            pl.when(step >= LAG)(lambda: announce_rows(refs.x_copied, SLOTS, step - LAG, LAG))
 
 
 def await_end(sizes: ProductSizes, refs: Any, end: AnyArray) -> None:
     """Announce the rows of the last steps, and wait until all steps have been multiplied."""
     for left in range(LAG, 0, -1) if sizes.is_gathered else ():
-
-        @pl.when(end >= left)
-        def _(left: int = left) -> None:
-            wait_for_rows(left - 1)
-            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, SLOTS)])
-
+        pl.when(end >= left)(functools.partial(announce_rows, refs.x_copied, SLOTS, end - left, left - 1))
     for left in range(1, SLOTS + 1):
-
-        @pl.when(end >= left)
-        def _(left: int = left) -> None:
-            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, SLOTS)])
+        slot = refs.consumed.at[lax.rem(end - left, SLOTS)]
+        pl.when(end >= left)(functools.partial(plgpu.barrier_wait, slot))
 
 
 def row_layout() -> Any:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
-    "LANES", "WARPS", "LazyModule", "copies", "flipped", "load", "pl", "plgpu", "run_kernel", "tiled", "transforms",
+    "LANES", "WARPS", "LazyModule", "await_slot", "copies", "flipped", "load", "pl", "plgpu", "run_kernel", "tiled",
+    "transforms",
 ]  # fmt: skip
 
 # Warps of a warpgroup, and lanes of a warp.
@@ -80,6 +81,11 @@ def run_kernel(
 def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
     """Return the values of a reference in a layout, by `plgpu.load`, which jax 0.10 declares otherwise."""
     return cast(Any, plgpu.load)(ref, layout=layout, optimized=optimized)
+
+
+def await_slot(used: Any, slots: int, step: Any) -> None:
+    """Wait until the slot of a step is used no more, by its barrier; of the first steps, each has one of its own."""
+    pl.when(step >= slots)(lambda: plgpu.barrier_wait(used.at[lax.rem(step, slots)]))
 
 
 def tiled(tiles: Sequence[tuple[int, ...]], warps: Sequence[Any], lanes: Sequence[Any]) -> Any:

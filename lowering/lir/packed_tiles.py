@@ -24,9 +24,9 @@ from jax import lax
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES, Scheme
-from rlx_jax.lowering.lir.emit import emit_asm, ir, llvm, mgpu, vector, wait_for_rows
+from rlx_jax.lowering.lir.emit import announce_rows, emit_asm, ir, llvm, mgpu, vector
 from rlx_jax.lowering.lir.implementations import few_rows, with_reference
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, transforms
+from rlx_jax.lowering.lir.mosaic import await_slot, load, pl, plgpu, run_kernel, transforms
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_matmul, has_tiles
 from rlx_jax.lowering.lir.tile_decoder import STEP, TILE, Decoder, code_layout
 
@@ -164,7 +164,7 @@ def run_group(d: Division, decoder: Decoder, rows: int, refs: Any) -> None:
         plgpu.set_max_registers(COPYING, action="decrease")
         pl.loop(0, end)(functools.partial(copy_step, d, decoder, rows, refs))
         for left in range(d.lag, 0, -1) if not decoder.interprets else ():
-            pl.when(end >= left)(functools.partial(announce_x, d, refs, end - left, left - 1))
+            pl.when(end >= left)(functools.partial(announce_rows, refs.x_copied, d.slots, end - left, left - 1))
         for left in range(d.slots, 0, -1):
             slot = refs.consumed.at[lax.rem(end + d.slots - left, d.slots)]
             pl.when(end >= left)(functools.partial(plgpu.barrier_wait, slot))
@@ -257,26 +257,16 @@ def copy_step(d: Division, decoder: Decoder, rows: int, refs: Any, step: AnyArra
     slot, unit = lax.rem(step, d.slots), lax.div(step, d.steps)
     tile, part = d.place(refs.program, unit)
     features, column = pl.ds(tile * d.features, d.features), (part * d.steps + lax.rem(step, d.steps)) * STEP
-
-    @pl.when(step >= d.slots)
-    def _() -> None:
-        plgpu.barrier_wait(refs.consumed.at[slot])
-
+    await_slot(refs.consumed, d.slots, step)
     for i in range(d.code_tiles):
         source = refs.codes.at[features, pl.ds(column // 8 * d.bits + i * TILE, TILE)]
         plgpu.copy_gmem_to_smem(source, refs.code_tiles.at[slot, i], refs.codes_copied.at[slot])
     if not decoder.interprets:
         copy_x(d, decoder.stride, rows, refs.x_tiles.at[slot], refs.x, column)
-        pl.when(step >= d.lag)(lambda: announce_x(d, refs, step - d.lag, d.lag))
+        pl.when(step >= d.lag)(lambda: announce_rows(refs.x_copied, d.slots, step - d.lag, d.lag))
     for i in range(2) if decoder.interprets else ():
         source = refs.x.at[:, pl.ds(column + i * TILE, TILE)]
         plgpu.copy_gmem_to_smem(source, refs.x_tiles.at[slot, i], refs.x_copied.at[slot])
-
-
-def announce_x(d: Division, refs: Any, step: AnyArray, begun: int) -> None:
-    """Wait until the rows of x of a step have been copied, after which `begun` were begun, and say so."""
-    wait_for_rows(begun)
-    plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step, d.slots)])
 
 
 def copy_x(d: Division, stride: int, rows: int, target: Any, x: Any, column: AnyArray) -> None:
