@@ -114,7 +114,8 @@ def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
         )
 
 
-_context_plugins: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
+# The plugins that `using` has added.
+added: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
 
 
 @functools.cache
@@ -143,7 +144,7 @@ def _load(point: EntryPoint) -> Plugin:
 
 
 @contextlib.contextmanager
-def using(*added: Plugin) -> Iterator[None]:
+def using(*others: Plugin) -> Iterator[None]:
     """Add plugins inside a `with` block, in this thread: models loaded, built and compiled there use them.
 
     A program that is first compiled after the block, for another size or another use of the model, does not use them.
@@ -152,20 +153,15 @@ def using(*added: Plugin) -> Iterator[None]:
         GraphError: two plugins provide something under the same name, an argument is no `Plugin`, or an installed
             plugin cannot be used.
     """
-    for plugin in added:
+    for plugin in others:
         if not isinstance(plugin, Plugin):
             raise GraphError(f"using: expected plugins, such as Plugin(name, …), got {shown(plugin)}")
-    token = _context_plugins.set((*_context_plugins.get(), *added))
+    token = added.set((*added.get(), *others))
     try:
         active_plugin()  # raises now rather than at the first lookup if plugins conflict
         yield
     finally:
-        _context_plugins.reset(token)
-
-
-def added() -> tuple[Plugin, ...]:
-    """Return the plugins that `using` has added here."""
-    return _context_plugins.get()
+        added.reset(token)
 
 
 def active_plugin() -> Plugin:
@@ -174,7 +170,7 @@ def active_plugin() -> Plugin:
     Raises:
         GraphError: two plugins provide something under the same name, or an installed plugin cannot be used.
     """
-    return _merge((*installed(), *_context_plugins.get()))
+    return _merge((*installed(), *added.get()))
 
 
 @functools.lru_cache(maxsize=8)

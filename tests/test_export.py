@@ -73,6 +73,8 @@ def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
     assert same(pickle.loads(pickle.dumps(loaded.programs.source)).read("w"), model.weights()["w"])
     with pytest.raises(IntegrityError, match="the digest of the artifact is"):
         load(exported.path, expect_sha256="0" * 64)
+    with pytest.raises(rlx.errors.RequestError, match="is of class CompiledModel; expected Encoder"):
+        load(exported.path, expect=rlx.Encoder)
     assert loaded.report().flops is None and "gated" in str(loaded)
     with pytest.raises(DeriveError, match=r"m\.rlxa.*'train'.*'forward'"):
         loaded.as_program("train")(X)

@@ -22,9 +22,9 @@ from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.format import Entry
-from rlx_jax.weights.quantized import with_quantized_weights
 from rlx_jax.weights.quantized_config import read_quantization
 from rlx_jax.weights.safetensors_format import write_file
+from rlx_jax.weights.source import with_quantized_weights
 from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests.opening import load
 from tests.oracles import checkpoints

@@ -231,7 +231,7 @@ def lowered_once(built: Built, make: Callable[..., T], subject: Any, *options: H
     The result is retained with the graph, so that it must not refer to weights.
     """
     graph = built.hir, built.program, built.max_positions
-    key = (make, *graph, *options, plugins.added(), jax_settings())
+    key = (make, *graph, *options, plugins.added.get(), jax_settings())
     result: T = built.lowered(key, lambda: make(subject, *options))
     return result
 

@@ -64,7 +64,7 @@ class Checkpoint:
         """Whether files or fields of sentence-transformers, or of other code for ColBERT, apply to the directory."""
         config = self.root.json(CONFIG)
         has_any = not (MODULE_FILES.isdisjoint(self.root.names()) and MODULE_FIELDS.isdisjoint(config))
-        return self.use_modules and (has_any or config.get("architectures") == [STANFORD])
+        return self.use_modules and (has_any or STANFORD in str(config.get("architectures")))
 
     @cached_property
     def pipeline(self) -> SentencePipeline | None:
@@ -93,7 +93,7 @@ class Checkpoint:
         """The config and the family, read together. A CrossEncoder is a classifier whatever it names."""
         headless = not self.head or (self.pipeline is not None and not self.pipeline.reads_logits)
         config, family = family_of(self.folder, self.ignore_fields, headless)
-        if headless or not self.use_modules:
+        if headless or not self._has_modules:
             return config, family
         settings = read_cross_encoder(self.root, config)
         if settings is None or settings.token_ids:

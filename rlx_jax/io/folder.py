@@ -22,12 +22,24 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.files import parse_object
-from rlx_jax.io.hub import ProgressCallback, Snapshot, is_model_name, open_snapshot
+from rlx_jax.io.hub import ProgressCallback, Snapshot, open_snapshot
 from rlx_jax.io.hub_remote import HubFile
 
 # The model's configuration. Transformers writes it with Python's json module, which writes the upper limit of Mamba-2's
 # time step as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.
 CONFIG = "config.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+
+
+def is_model_name(path: object) -> bool:
+    """Whether a value is a string that may name a model of the Hub: `org/name`.
+
+    >>> [is_model_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
+    [True, False, False, False, False]
+    """
+    if not isinstance(path, str) or not _NAME.fullmatch(path):
+        return False
+    return not ("--" in path or ".." in path or path.endswith((".", "-", ".git")))
 
 
 def refuse_hub_options(revision: str | None, token: str | bool | None, reason: str, error: type[RlxError]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import threading
 import warnings
@@ -42,19 +41,6 @@ from rlx_jax.io.files import check_name, resolve
 ProgressCallback = Callable[[str, int, int], None]
 
 MAX_PARALLEL_DOWNLOADS = 4
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
-
-
-def is_model_name(path: object) -> bool:
-    """Whether a value is a string that may name a model of the Hub: `org/name`.
-
-    >>> [is_model_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
-    [True, False, False, False, False]
-    """
-    if not isinstance(path, str) or not _NAME.fullmatch(path):
-        return False
-    return not ("--" in path or ".." in path or path.endswith((".", "-", ".git")))
 
 
 @dataclass(frozen=True)

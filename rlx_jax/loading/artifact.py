@@ -29,7 +29,7 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import listing, quote
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.io.archive import SUFFIX, Archive, Member, is_archive
+from rlx_jax.io.archive import Archive, Member
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.serial import decode
@@ -49,14 +49,6 @@ from rlx_jax.weights.tensor_file import Header, SafetensorsFile, file_identity, 
 H = TypeVar("H", bound=HeadModel)
 # What an artifact can be loaded with: its digest, and a callback. Everything else was decided by the export.
 OPTIONS = ("expect_sha256", "progress")
-
-
-def is_artifact(path: object) -> bool:
-    """Return whether a path names an artifact, or is a file that begins as one does."""
-    if not isinstance(path, str | os.PathLike):
-        return False
-    name = os.fsdecode(path)
-    return name.endswith(SUFFIX) or (os.path.isfile(name) and is_archive(name))
 
 
 def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any], expect: type | None = None) -> Any:

@@ -30,8 +30,9 @@ from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.generate.causal import CausalLM
+from rlx_jax.io.archive import SUFFIX, is_archive
 from rlx_jax.ir.types import as_dtype, short_name
-from rlx_jax.loading.artifact import is_artifact, load_artifact
+from rlx_jax.loading.artifact import load_artifact
 from rlx_jax.models.encoder import REGRESSION, EncoderFlow
 from rlx_jax.models.families import KINDS
 from rlx_jax.models.lora import lora
@@ -97,6 +98,14 @@ def describe_edit(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str
     if has_adapter:
         edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     return f"the model was loaded with {edit}"
+
+
+def is_artifact(path: object) -> bool:
+    """Return whether a path names an artifact, or is a file that begins as one does."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    name = os.fsdecode(path)
+    return name.endswith(SUFFIX) or (os.path.isfile(name) and is_archive(name))
 
 
 def choose_kind(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:

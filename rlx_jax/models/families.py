@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -180,9 +181,10 @@ def opened_once(opener: Opener) -> Opener:
         if (config.ignored is not None and config.ignored.names) or config.values.get("auto_map") is not None:
             return opener(config, source, headless)
         try:
-            key = opener, repr(config.values), headless, description(source), jax_settings()
+            content = config.values, headless, description(source), jax_settings()
         except WeightError:  # the build names the block that reads the weight
             return opener(config, source, headless)
+        key = opener, hashlib.sha256(repr(content).encode(errors="surrogatepass")).digest()
         known = _opened.get(key)
         if known is not None:
             return known.bound_to(source)

@@ -9,4 +9,4 @@ from rlx_jax.weights.orbax import Orbax
 from rlx_jax.weights.safetensors_format import Safetensors
 
 # In the order of detection: the first format that accepts weights opens them.
-FORMATS: tuple[Format, ...] = (MappingFormat(), Safetensors(), Gguf(), Orbax())
+FORMATS: tuple[Format, ...] = (Safetensors(), MappingFormat(), Gguf(), Orbax())

@@ -60,9 +60,9 @@ def description(source: WeightSource) -> Hashable:
     """Return what the graph of a flow depends on: keys, types and packing of all weights, and what marks the source."""
     specs = [(key, source.spec(key)) for key in source.keys()]
     weights = tuple(
-        (key, spec.shape, spec.dtype, spec.scheme, *(spec.arrays or {}).items())
+        (key, spec.shape, spec.dtype.name, spec.scheme, *(spec.arrays or {}).items())
         if isinstance(spec, PackedSpec)
-        else (key, spec.shape, spec.dtype)
+        else (key, spec.shape, spec.dtype.name)
         for key, spec in specs
     )
     return weights, can_init_missing(source), shapes_only(source)

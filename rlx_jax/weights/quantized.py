@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
-from rlx_jax.io.folder import Folder
 from rlx_jax.ir.boxes import box_shape
 from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.param import Key
@@ -15,10 +14,10 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.module_tensors import ModuleTensors, QuantizedWeight
-from rlx_jax.weights.quantized_config import Quantization, WeightFormat, quantization_of
-from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS, MXFP4, ModuleLayout
+from rlx_jax.weights.quantized_config import Quantization, WeightFormat
+from rlx_jax.weights.quantized_layouts import CACHE_SCALES, MXFP4, ModuleLayout
 from rlx_jax.weights.tensor_file import check_shape
-from rlx_jax.weights.views import PART, HostArray, NamedTensors, SourceView, close, index_box
+from rlx_jax.weights.views import PART, HostArray, NamedTensors, SourceView, index_box
 
 _WEIGHT = ".weight"
 
@@ -131,21 +130,6 @@ class QuantizedSource(NamedTensors[None], SourceView):
         (weight,) = results.values()
         check_shape(weight.shape, tensors.where)
         return weight
-
-
-def with_quantized_weights(source: WeightSource, folder: Folder) -> WeightSource:
-    """Return a view of the weights of a directory in which quantised ones are packed weights; `source` if none are.
-
-    Raises:
-        ConfigError, UnsupportedError: as `quantization_of`; `source` is closed.
-    """
-    try:
-        quantization = quantization_of(folder)
-        layout = None if quantization is None else LAYOUTS.get(quantization.method)
-        return source if quantization is None or layout is None else QuantizedSource(source, quantization, layout)
-    except BaseException:
-        close(source)
-        raise
 
 
 def with_mxfp4_weights(source: WeightSource) -> WeightSource:

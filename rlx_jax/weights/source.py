@@ -14,8 +14,7 @@ from rlx_jax.errors import MissingFileError, RlxError, UnsupportedError, WeightE
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import find_old_content
 from rlx_jax.io.files import Links, list_directory
-from rlx_jax.io.folder import Folder, open_folder, refuse_hub_options
-from rlx_jax.io.hub import is_model_name
+from rlx_jax.io.folder import Folder, is_model_name, open_folder, refuse_hub_options
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.ir.weight_reads import WeightSource as WeightSource
@@ -25,7 +24,9 @@ from rlx_jax.weights.format import Format, OnNonfinite, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import finished_steps
-from rlx_jax.weights.quantized import with_quantized_weights
+from rlx_jax.weights.quantized import QuantizedSource
+from rlx_jax.weights.quantized_config import quantization_of
+from rlx_jax.weights.quantized_layouts import LAYOUTS
 from rlx_jax.weights.safetensors_format import Safetensors
 from rlx_jax.weights.tree import Names, TreeSource, flatten_tree, match_names
 from rlx_jax.weights.views import close
@@ -159,6 +160,21 @@ def _open_format(weight_format: Format, weights: Any, options: OpenOptions, fold
         close(source)
         raise
     return source
+
+
+def with_quantized_weights(source: WeightSource, folder: Folder) -> WeightSource:
+    """Return a view of the weights of a directory in which quantised ones are packed weights; `source` if none are.
+
+    Raises:
+        ConfigError, UnsupportedError: as `quantization_of`; `source` is closed.
+    """
+    try:
+        quantization = quantization_of(folder)
+        layout = None if quantization is None else LAYOUTS.get(quantization.method)
+        return source if quantization is None or layout is None else QuantizedSource(source, quantization, layout)
+    except BaseException:
+        close(source)
+        raise
 
 
 def open_headers(folder: Folder) -> WeightSource:
