@@ -23,8 +23,8 @@ from rlx_jax.generate.generation import NewTokens, report_of_requests, stream_re
 from rlx_jax.generate.many import generate_iter, prompt_options, run_prompts
 from rlx_jax.generate.patching import patch
 from rlx_jax.generate.prefill import capture, capture_request, check_request_captures, compute_logits, extend, prefill
-from rlx_jax.generate.prefix_cache import PrefixCache
-from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
+from rlx_jax.generate.prefix_cache import PrefixCache, prefix_cache
+from rlx_jax.generate.prefix_named import load_prefix, name_prefix, save_prefix
 from rlx_jax.generate.request import (
     DecodingOptions,
     GenerateOptions,

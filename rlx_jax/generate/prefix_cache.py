@@ -332,3 +332,17 @@ def parse_size(value: Any) -> int | None:
     if match is None:
         raise RequestError(f"prefix_cache is {shown(value)}; expected a number of bytes, or text such as '2GiB'")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+
+
+def _get_size(lm: Any) -> int | None:
+    """Return the bytes for prefixes of prompts that are retained between calls; None to retain none, and 0 to share
+    none. May be set, also to text such as "2GiB", which drops all prefixes; named ones still serve as `state=`."""
+    prefixes: PrefixCache = lm._prefixes
+    return prefixes.size
+
+
+def _set_size(lm: Any, size: Any) -> None:
+    lm._prefixes = PrefixCache(parse_size(size))
+
+
+prefix_cache = property(_get_size, _set_size)

@@ -1,4 +1,4 @@
-"""Named prefixes: `CausalLM.prefix`, their files, and `CausalLM.prefix_cache`."""
+"""Named prefixes, `CausalLM.prefix`, and their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlx_jax.errors import FormatError, RequestError, VersionMismatchError, list
 from rlx_jax.generate.decode_state import fits, resize_state
 from rlx_jax.generate.generation import GeneratesText
 from rlx_jax.generate.prefill import prefill
-from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, PrefixCache, one_row, parse_size, state_bytes
+from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, one_row, state_bytes
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.io.atomic import atomic_directory
 from rlx_jax.io.files import parse_object
@@ -33,19 +33,6 @@ from rlx_jax.weights.tensor_file import SafetensorsFile
 
 # Tensors of a file next to the arrays of the state, whose names have a "state." in front.
 IDS_TENSOR, IDENTITY_TENSOR, STATE_TENSORS = "ids", "identity", "state."
-
-
-def _get_size(self: GeneratesText) -> int | None:
-    """Return the bytes for prefixes of prompts that are retained between calls; None to retain none, and 0 to share
-    none. May be set, also to text such as "2GiB", which drops all prefixes; named ones still serve as `state=`."""
-    return self._prefixes.size
-
-
-def _set_size(self: GeneratesText, size: Any) -> None:
-    self._prefixes = PrefixCache(parse_size(size))
-
-
-prefix_cache = property(_get_size, _set_size)
 
 
 def name_prefix(self: GeneratesText, text: str | Sequence[int]) -> Prefix:
