@@ -217,13 +217,14 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
             result = jax.custom_jvp(batched)
 
             def differentiate(primals: tuple[AnyArray, ...], tangents: tuple[AnyArray, ...]) -> tuple[Any, Any]:
-                moving = {i: t for i, t in enumerate(tangents) if type(t) is not SymbolicZero}
+                leaves, structure = jax.tree.flatten(primals)  # a packed weight has several
+                moving = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if type(t) is not SymbolicZero}
 
                 def vary(*values: AnyArray) -> Any:
                     given = dict(zip(moving, values, strict=True))
-                    return plain(*(given.get(i, a) for i, a in enumerate(primals)))
+                    return plain(*jax.tree.unflatten(structure, [given.get(i, a) for i, a in enumerate(leaves)]))
 
-                return jax.jvp(vary, tuple(primals[i] for i in moving), tuple(moving.values()))
+                return jax.jvp(vary, tuple(leaves[i] for i in moving), tuple(moving.values()))
 
             result.defjvp(differentiate, symbolic_zeros=True)
             return result(*arrays)
