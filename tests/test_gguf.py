@@ -4,7 +4,6 @@ The files are written by gguf-py. `write_gguf` does to a model what llama.cpp's 
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -31,18 +30,14 @@ from rlx_jax.weights import execute, tensor_file
 from rlx_jax.weights.gguf import open_gguf
 from rlx_jax.weights.gguf_header import read_gguf_header
 from rlx_jax.weights.views import SourceView
-from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.checkpoints import FIXTURES, edit_json, edit_tensors, edited
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf
 
 
 def directory(tmp_path: Path, fixture: str, **fields: Any) -> Path:
     """A copy of a recorded checkpoint whose config has other values in these fields."""
-    copy = tmp_path / "hf"
-    shutil.copytree(FIXTURES / fixture, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | fields))
-    return copy
+    return edited(FIXTURES / fixture, tmp_path / "hf", fields)
 
 
 LLAMA3_ROPE = {
@@ -141,20 +136,16 @@ def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
 def random_mixture(path: Path) -> None:
     """A Qwen 3 whose layers all have experts, with rows of whole blocks."""
     random_checkpoint(path, 64)
-    file = path / "config.json"
-    config = json.loads(file.read_text()) | {
+    edit_json(path / "config.json", {
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }  # fmt: skip
-    file.write_text(json.dumps(config))
-    weights = safetensors.numpy.load_file(path / "model.safetensors")
-    weights = {key: value for key, value in weights.items() if ".mlp." not in key}
+    })  # fmt: skip
     rng, layer = np.random.default_rng(3), "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {f"mlp.experts.{e}.{name}_proj": s for e in range(3) for name, s in
               (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32)))}  # fmt: skip
     shapes |= {"mlp.gate": (3, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
-    weights |= {f"{layer}{k}.weight": rng.standard_normal(s).astype(np.float32) / 4 for k, s in shapes.items()}
-    safetensors.numpy.save_file(weights, path / "model.safetensors")
+    drawn = {f"{layer}{k}.weight": rng.standard_normal(s).astype(np.float32) / 4 for k, s in shapes.items()}
+    edit_tensors(path, lambda weights: {k: w for k, w in weights.items() if ".mlp." not in k} | drawn)
 
 
 OTHER_TYPES = ("BF16", "Q4_1", "Q5_0", "Q8_0")

@@ -24,6 +24,7 @@ from tests.oracles import mtp_drafts
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf
 from tests.test_gguf import directory
+from tests.test_sentence_pipeline import modules
 
 SLOW = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {
@@ -140,12 +141,7 @@ def test_embeddings(fixture: str, tmp_path: Path) -> None:
     if mode:
         (source / "1_Pooling").mkdir()
         (source / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": mode}))
-        names = (("Transformer", ""), ("Pooling", "1_Pooling"))
-        modules = [
-            {"idx": i, "name": f"{i}", "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (kind, path) in enumerate(names)
-        ]
-        (source / "modules.json").write_text(json.dumps(modules))
+        (source / "modules.json").write_text(json.dumps(modules("Transformer", "Pooling")))
     ours, theirs = rlx.load(tmp_path / "m.gguf", dtype="f32"), rlx.load(source, dtype="f32")
     assert isinstance(ours, rlx.Encoder)
     assert ours.pipeline.pooling == theirs.pipeline.pooling
