@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, Param, locate_errors
@@ -200,7 +199,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 
 
 def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a kernel `(op, *arrays)`: under `grad`, `jvp` and `vmap` an equivalent function runs."""
+    """Return a decorator for a kernel `(op, *arrays)`: under `grad` and `vmap` an equivalent function runs."""
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -214,19 +213,9 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
 
             batched = custom_vmap(functools.partial(kernel, op))
             batched.def_vmap(run_rows)
-            result = jax.custom_jvp(batched)
-
-            def differentiate(primals: tuple[AnyArray, ...], tangents: tuple[AnyArray, ...]) -> tuple[Any, Any]:
-                leaves, structure = jax.tree.flatten(primals)  # a packed weight has several
-                moving = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if type(t) is not SymbolicZero}
-
-                def vary(*values: AnyArray) -> Any:
-                    given = dict(zip(moving, values, strict=True))
-                    return plain(*jax.tree.unflatten(structure, [given.get(i, a) for i, a in enumerate(leaves)]))
-
-                return jax.jvp(vary, tuple(leaves[i] for i in moving), tuple(moving.values()))
-
-            result.defjvp(differentiate, symbolic_zeros=True)
+            # JAX 0.11 cannot compile a kernel of Mosaic GPU within `jax.custom_jvp`.
+            result = jax.custom_vjp(batched)
+            result.defvjp(functools.partial(jax.vjp, plain), lambda backward, cotangents: backward(cotangents))
             return result(*arrays)
 
         return run
