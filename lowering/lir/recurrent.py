@@ -296,6 +296,9 @@ def mark_non_finite(chunks: tuple[AnyArray, ...], query: int) -> tuple[AnyArray,
 
     A product would carry them to earlier tokens too, as 0 · NaN is NaN; added to the running sum of the decays, the
     mark reaches the token, later ones and the state. Operand `query` is unchanged: only its token reads it.
+
+    On one H200, 8 x 4096 tokens and 16 heads of width 128, the delta rule takes 4.10 ms with it and 4.09 without in
+    bf16, 7.5 and 7.3 in f32; the scan 1.86 and 1.82, 2.89 and 2.69.
     """
     written = [x for i, x in enumerate(chunks) if i != query]
     bad = functools.reduce(jnp.logical_or, (~jnp.isfinite(x).all(axis=-1, keepdims=True) for x in written))
