@@ -109,18 +109,6 @@ def test_names_of_the_fields_of_a_layer() -> None:
             layer("a", 8, 2, 4, 1e-5, None, "gelu", "mpnet")
 
 
-def test_stages_say_what_is_missing() -> None:
-    """A layer whose bias no stage made."""
-    ids = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
-    flow = ids.input("attention_mask", ("batch", "seq"), default=None).repeat_bert_layers(1, "", "mpnet", 8, 2)
-    sized = blocks.BertEncoderLayerSpec.hf("encoder.layer.0", 8, 2, qkv_style="mpnet", intermediate_size=5)
-    whole = ids.input("attention_mask", ("batch", "seq"), default=None).stage(blocks.RelativeBias("r", (32, 2)))
-    shapes = whole.stage(blocks.BertEncoderLayer(sized)).build().params
-    weights = {key: np.ones(spec.shape, "f4") for key, spec in shapes.items()}
-    with pytest.raises(errors.GraphError, match=r"layers\.0: .*'position_bias'"):
-        flow.build(weights)
-
-
 def test_activations() -> None:
     """Hugging Face's names against the formulas, where each bends."""
     x = np.linspace(-7, 7, 113, dtype=np.float32).reshape(1, -1)

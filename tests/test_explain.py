@@ -12,7 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import GraphError, RequestError, RlxWarning, SequenceLengthError
+from rlx_jax.errors import GraphError, RequestError, RlxWarning
 from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import block_work
@@ -115,23 +115,6 @@ def test_a_step_of_the_loop(llama: rlx.CausalLM) -> None:
     (padding,) = [finding for finding in prefill.findings if finding.kind == "padding"]
     assert padding.text.startswith("22% of what the program computes is padding: seq 100 in 128")
     assert not [f for f in llama.explain("prefill", context=128, measure=False).findings if f.kind == "padding"]
-    for options, message in (
-        ({"program": "decoding"}, "no program 'decoding'.*did you mean 'decode'"),
-        ({"context": 8}, "context is 8, and 5 runs of the loop decode 21 tokens: pass at least 22"),
-        ({"batch": 0}, "batch is 0"),
-        ({"measure": "no"}, "measure is 'no'; expected True or False"),
-        ({"runs": 0}, "runs is 0"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            llama.explain(**options)
-    positions = llama.max_positions
-    assert positions is not None
-    for program, context, message in (
-        ("decode", positions + 1, f"explain: context {positions + 1}: {positions + 1} positions"),
-        ("prefill", positions, f"explain: context {positions} and a new token: {positions + 1} positions"),
-    ):
-        with pytest.raises(SequenceLengthError, match=f"{message}, the model has {positions}"):
-            llama.explain(program, context=context, measure=False)
 
 
 def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:

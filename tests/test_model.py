@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnboundInputError
+from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError
 from rlx_jax.models import bert, llama
 from rlx_jax.weights.initial import SMALL_SIZE
 from tests.opening import load
@@ -84,20 +84,6 @@ def test_inputs_by_position_and_by_name(pair: Any) -> None:
         assert isinstance(got, jax.Array) and got.dtype == np.float32
     for got in (pair(X, IDS, scale), pair(X, IDS, scale=scale), pair(scale=scale, ids=IDS, x=X)):
         np.testing.assert_allclose(got, X * scale + IDS[..., None], rtol=1e-6)
-
-
-@pytest.mark.parametrize("how", ["call", "apply", "lower"])
-def test_wrong_names_are_named(how: str, pair: Any) -> None:
-    """With a suggestion, in every way to call."""
-    call = {"call": pair, "apply": functools.partial(pair.apply, {}), "lower": pair.lower}[how]
-    for args, named, says in (
-        ((X, IDS), {"idss": IDS}, "'idss'.*did you mean 'ids'"),
-        ((), {}, "'x', 'ids'"),
-        ((X, None), {}, "'ids'"),
-        ((X, IDS), {"x": X}, "'x'.*by position and by name"),
-    ):
-        with pytest.raises(UnboundInputError, match=f"pair.*{says}"):
-            call(*args, **named)
 
 
 GOOD: dict[str, Any] = {

@@ -188,16 +188,6 @@ def test_parts_of_one_stored_tensor(tmp_path: Path, dtype: str, format: str) -> 
     np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("qkv"), 2 * qkv)
 
 
-def test_parts_that_are_not_all(tmp_path: Path) -> None:
-    """Cannot be written: what the model does not hold would be lost."""
-    holes = ([(0, 2), (4, 6)], [(2, 4), (4, 6)], [(1, 3), (3, 5)])
-    models = [rlx.compile(fused(parts), {"qkv": STORED["m.0"]}) for parts in holes]
-    calls: list[Any] = [*(m.weights for m in models), lambda: rlx.save(models[0], tmp_path / "m")]
-    for call in calls:
-        with pytest.raises(WeightError, match=r"'qkv'.*f32\[6,4\].*qkv\["):
-            call()
-
-
 def test_padding_in_a_model(tmp_path: Path) -> None:
     """Is drawn as zeros, kept in JSON, and in no checkpoint; JSON of earlier versions has a step for it."""
 
