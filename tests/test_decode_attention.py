@@ -21,6 +21,7 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, is_head_op, run_attention
 from rlx_jax.lowering.lir.attention_step import divide
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from tests.interpreter import interpreted, needs_mosaic
 from tests.test_product_groups import check_same_results, decode_step, plan_of
@@ -238,11 +239,12 @@ PUBLISHED = {
     "name", [pytest.param(n, marks=[] if n in ("Llama 1B", "Gemma 3 1B") else pytest.mark.slow) for n in PUBLISHED]
 )
 def test_the_kernel_lowers_for_a_gpu(name: str) -> None:
-    """At the sizes of published models: every layout is found, and both caches are updated in place."""
+    """At the sizes of published models, as programs run it: every layout is found, both caches are updated in place."""
     graph = graph_of(PUBLISHED[name])
     group = group_of(graph)
     assert group is not None and isinstance(group.op, AttentionGroup)
     operands = operands_of(graph, group, 5, 1)
-    lowered = jax.jit(functools.partial(run_attention, group.op)).trace(*operands).lower(lowering_platforms=("cuda",))
+    run = functools.partial(IMPLEMENTATIONS["decode_attention"], group.op)
+    lowered = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert "mosaic_gpu" in text and text.count("output_operand_alias<") == 2
