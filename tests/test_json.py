@@ -52,6 +52,7 @@ def test_every_op_is_stored() -> None:
         "AttentionGroup",
         "DeltaGroup",
         "ExpertGroup",
+        "HeadGroup",
         "KernelGroup",
     }  # no graph before its plan has one
     assert {cls.__name__ for cls in op_classes(Op)} == {*serial.SERIALIZABLE_OPS, *users, *building}, (

@@ -160,7 +160,7 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
     def bad(graph: Graph, types: object) -> Graph:
         return replace(graph, nodes=(*graph.nodes[:-1], replace(graph.nodes[-1], types=(TensorType((1,), F32),))))
 
-    of_sizes = ("per_shard", "divide_last", "group_deltas", "group_attention", "group_experts", "group_products")
+    of_sizes = ("per_shard", "divide_last", *(f"group_{k}" for k in "deltas heads attention experts products".split()))
     for name in (p.name for p in PIPELINE if p.level == "mir" and p.kind != "program" and p.name not in of_sizes):
         rows = tuple(replace(p, run=bad) if p.name == name else p for p in PIPELINE)
         with monkeypatch.context() as m:

@@ -28,9 +28,8 @@ KEEP_F32 = {"Positions", "Rope", "RopeAngles", "RopeRows", "Sinusoids"}
 def test_the_lists_are_whole() -> None:
     """Every class of the package stands in the one list of its kind."""
     ops, blocks = ({cls.__name__ for cls in op_classes(base)} for base in (Mir, Hir))
-    assert {cls.__name__ for cls in OPS} | {"AttentionGroup", "DeltaGroup", "ExpertGroup", "KernelGroup"} == ops, (
-        "OPS stands in rlx_jax/ir/ops/__init__.py"
-    )
+    groups = {f"{kind}Group" for kind in ("Attention", "Delta", "Expert", "Head", "Kernel")}
+    assert {cls.__name__ for cls in OPS} | groups == ops, "OPS stands in rlx_jax/ir/ops/__init__.py"
     assert {cls.__name__ for cls in BLOCKS} == blocks >= COMPOSITES | KEEP_F32, (
         "BLOCKS stands in rlx_jax/ir/hir/__init__.py"
     )

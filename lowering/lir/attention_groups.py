@@ -161,7 +161,7 @@ def find_update(graph: Graph, value: Value, views: list[int]) -> int | None:
 
 def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
     """Return where the heads of a value come from: the rows before all ops that the kernel computes."""
-    rows = int(graph.type(value).shape[0])
+    rows = math.prod(map(int, graph.type(value).shape[:2]))
     offset, ops, rope, nodes = 0, list[int](), None, list[int]()
     while True:
         node = graph.nodes[value.node]

@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, Param, locate_errors
-from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, HeadGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -31,6 +31,7 @@ from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.expert_groups import run_experts
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
+from rlx_jax.lowering.lir.head_groups import run_heads
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.mosaic import LazyModule
 from rlx_jax.lowering.lir.packed import decoded, multiplies_tiles
@@ -236,6 +237,7 @@ GROUP_KERNELS: dict[str, Callable[..., Any]] = {
     "matvec": run_group,
     "decode_attention": run_attention,
     "streamed": run_experts,
+    "rotated": run_heads,
 }
 KERNELS = (*KERNEL_MODULES, *GROUP_KERNELS)
 
@@ -307,6 +309,7 @@ def choose_implementations(
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
         # The passes in `compiler/passes.py` make groups only where their kernels run.
         DeltaGroup: lambda call: Choice("convolved_states", "kernels with the convolution and the norms before it"),
+        HeadGroup: lambda call: Choice("rotated", "one kernel with the ops on each head before it"),
         AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
         ExpertGroup: lambda call: Choice("streamed", "two kernels, with the selection of experts"),
         KernelGroup: lambda call: Choice("matvec", "one kernel"),

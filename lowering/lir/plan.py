@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Graph, Mir, Node, Param, StateRead, Value
-from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, HeadGroup, KernelGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
@@ -49,7 +49,7 @@ from rlx_jax.lowering.lir.product_groups import refusal
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
-GROUPS = (AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup)
+GROUPS = (AttentionGroup, DeltaGroup, ExpertGroup, HeadGroup, KernelGroup)
 # The ops that may have a choice.
 CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, RmsNormOp, TopK, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
@@ -165,8 +165,8 @@ class Lir:
         return op if isinstance(op, Param) else None
 
     def attention(self) -> tuple[str, ...]:
-        """Return one line for each attention: its block path, the implementation and the reason."""
-        return self._lines(AttentionGroup, AttentionOp)
+        """Return one line for each attention, and rotation by a kernel: block path, implementation and reason."""
+        return self._lines(AttentionGroup, HeadGroup, AttentionOp)
 
     def products(self) -> tuple[str, ...]:
         """Return one line for each implementation of products: the count, its name, the reason.

@@ -30,6 +30,7 @@ from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.delta_groups import group_deltas
 from rlx_jax.lowering.lir.expert_groups import group_experts
+from rlx_jax.lowering.lir.head_groups import group_heads
 from rlx_jax.lowering.lir.implementations import has_kernels
 from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
@@ -230,6 +231,13 @@ PIPELINE: tuple[Pass, ...] = (
         "group_deltas",
         MIR,
         group_deltas,
+        lambda job: is_for_kernels(job, "prefill") and job.settings.model_sharding is None,
+        "layout",
+    ),
+    Pass(
+        "group_heads",
+        MIR,
+        group_heads,
         lambda job: is_for_kernels(job, "prefill") and job.settings.model_sharding is None,
         "layout",
     ),

@@ -287,7 +287,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
                     f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}"
                 ) from None
     graph, model_sharding = (global_graph, model_sharding) if shard is None else (shard.graph, None)
-    names = "divide_last", "group_deltas", "group_attention", "group_experts", "group_products"
+    names = "divide_last", "group_deltas", "group_heads", "group_attention", "group_experts", "group_products"
     groupings = tuple(map(pass_named, names if model_sharding is None else ()))
     for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph

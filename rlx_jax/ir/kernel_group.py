@@ -87,6 +87,18 @@ class AttentionGroup(BodyOp, Mir):
 
 
 @dataclass(frozen=True)
+class HeadGroup(BodyOp, Mir):
+    """The rotation of the heads of a prompt, fused with the ops on each head before it.
+
+    Operands: an array `[B,S,M]` that has the heads, the weights of the ops, cos and sin.
+    """
+
+    traits = KernelGroup.traits
+
+    body: Graph
+
+
+@dataclass(frozen=True)
 class ExpertGroup(BodyOp, Mir):
     """The experts of one token, fused with their selection and a residual sum.
 
