@@ -69,11 +69,10 @@ def load_path(
     model_recipe = checkpoint.pretrained.recipe if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
         model_recipe = lora(model_recipe, adapter=adapter)
-    kind = choose_kind(checkpoint, model_recipe, has_adapter=adapter is not None)
-    if prefix_cache is not None and kind != "causal":
-        raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
-    cls = choose_class(checkpoint, model_recipe, kind)
+    cls = choose_class(checkpoint, model_recipe, has_adapter=adapter is not None)
     check_class("load", path, cls, expect)
+    if prefix_cache is not None and cls is not CausalLM:
+        raise RequestError(f"load: prefix_cache is for a CausalLM, and {shown(path)} is of class {cls.__name__}")
     compile_opts = checkpoint.options
     if dtype is not None:
         base = checkpoint.flow(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
@@ -108,28 +107,23 @@ def is_artifact(path: object) -> bool:
     return name.endswith(SUFFIX) or (os.path.isfile(name) and is_archive(name))
 
 
-def choose_kind(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:
-    """Return the kind of model that a recipe of a checkpoint becomes, a key of `LOADERS`."""
-    head = getattr(recipe, "head", None)
-    if checkpoint.pipeline is not None and checkpoint.pipeline.reads_logits:
-        return "encoder"  # which pools the logits
-    if has_adapter and head is not None:  # the adapter may bring another head
-        return KINDS[head.task]
-    # A decoder without its head serves as an encoder, for embeddings.
-    is_headless = getattr(recipe, "hidden_only", False) and head is None
-    return "encoder" if is_headless else checkpoint.pretrained.kind
-
-
-def choose_class(checkpoint: Checkpoint, recipe: Any, kind: str) -> type[LoadedModel]:
-    """Return the class of a model of a kind.
+def choose_class(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> type[LoadedModel]:
+    """Return the class of the model that a recipe of a checkpoint becomes.
 
     An encoder that makes a vector for each token is a `MultiVectorEncoder`. A classifier with one label is a
     `Reranker` if it is a CrossEncoder of sentence-transformers, or a text encoder and the label is no regression.
     """
+    head, pipeline, pretrained = getattr(recipe, "head", None), checkpoint.pipeline, checkpoint.pretrained
+    pools_logits = pipeline is not None and pipeline.reads_logits
+    # A decoder without its head serves as an encoder, for embeddings.
+    is_headless = getattr(recipe, "hidden_only", False) and head is None
+    kind = "encoder" if pools_logits or is_headless else pretrained.kind
+    if has_adapter and head is not None and not pools_logits:  # the adapter may bring another head
+        kind = KINDS[head.task]
     if kind == "encoder" and checkpoint.multi_vector is not None and checkpoint.head:
         return MultiVectorEncoder
     if kind == "classifier" and len(recipe.head.labels) == 1:
-        scores_pairs = isinstance(checkpoint.pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
+        scores_pairs = isinstance(pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
         return Reranker if checkpoint.cross_encoder or scores_pairs else Classifier
     return CLASSES[kind]
 
