@@ -342,14 +342,6 @@ class ModelFlow(Stages):
         if not built.missing_keys and self._all_weights(built.source) is built.source:
             object.__setattr__(self, "_checked", built)
 
-    def _rebound(self, weights: WeightSource | None) -> ModelFlow:
-        """Return the flow bound to other weights with the same keys and types, with the graph of `_check_weights`."""
-        flow = replace(self, _weights=weights)
-        checked = self._checked
-        if checked is not None:
-            object.__setattr__(flow, "_checked", replace(checked, source=weights, flow=flow))
-        return flow
-
     @paused_gc()
     def _build(
         self, parameters: Parameters, given: Iterable[str] = (), captured: CapturedArrays | None = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
+from rlx_jax import plugins
 from rlx_jax.dataclasses import dataclass, field
+from rlx_jax.device import jax_settings
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
@@ -23,6 +26,7 @@ from rlx_jax.profiles import CompileProfile
 
 # A mapping of arrays or `jax.ShapeDtypeStruct`, a WeightSource, or a path.
 Weights = Any
+T = TypeVar("T")
 
 REQUIRED = "required"
 POSITIONS = "positions"
@@ -93,7 +97,8 @@ class Built:
         missing_keys: keys of weights that no source has.
         max_positions: the longest sequence that the flow declares, in tokens.
         captures: the side outputs that edits by path added.
-        seconds: how long the build took.
+        seconds: how long the build took; 0 if an earlier load of the config has built it.
+        since: when it was built, or taken from an earlier load.
         lowered: what the compiler made of the graph, such as its templates, without the weights.
     """
 
@@ -117,6 +122,7 @@ class Built:
     max_positions: int | None = None
     captures: tuple[str, ...] = ()
     seconds: float = field(default=0.0, repr=False, compare=False)
+    since: float = field(default_factory=time.perf_counter, repr=False, compare=False)
     lowered: LruCache[Hashable, Any] = field(
         default_factory=functools.partial(LruCache, MAX_TEMPLATES), repr=False, compare=False
     )
@@ -139,6 +145,15 @@ class Built:
     ) -> Built:
         """Return a new build of the same flow, with other weights or other optional inputs."""
         return self.flow.build(self.source if weights is None else weights, given, captured or self.captured)
+
+    def once(self, make: Callable[..., T], subject: Any, *options: Hashable) -> T:
+        """Return `make(subject, *options)` for a subject that is made of this graph, once for each choice.
+
+        The result is retained with the graph, so that it must not refer to weights.
+        """
+        key = (make, self.hir, self.program, self.max_positions, *options, plugins.added.get(), jax_settings())
+        result: T = self.lowered(key, lambda: make(subject, *options))
+        return result
 
     # -- inspection --------------------------------------------------------------------------
 

@@ -131,6 +131,8 @@ def test_the_graph_and_its_programs_are_taken(model: Path, tmp_path: Path) -> No
     assert second.model.template("prefill").mir is first.model.template("prefill").mir
     assert second.model.built.source is not first.model.built.source
     assert second.loaded_from is not None and second.loaded_from.folder.path == moved
+    times = [list(m.model.template().seconds.values()) for m in (first, second)]
+    assert min(times[0]) > 0 and set(times[1]) == {0.0}
     assert (np.asarray(second.logits(TOKENS)) == np.asarray(first.logits(TOKENS))).all()
     bert = LLAMA.parents[1] / "bert" / "bare_v5"
     hir = [rlx.load(bert, expect=rlx.Encoder).model.built.hir for _ in range(2)]

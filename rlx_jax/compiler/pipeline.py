@@ -14,14 +14,15 @@ import functools
 import itertools
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax import errors, plugins
+from rlx_jax import errors
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_constants, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import (
@@ -36,7 +37,7 @@ from rlx_jax.compiler.settings import (
     step_refusal,
 )
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.device import Device, jax_settings, running_device
+from rlx_jax.device import Device, running_device
 from rlx_jax.errors import check_names, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.checkpoint_tensor import steps
@@ -68,7 +69,6 @@ from rlx_jax.profiles.effects import ModelFacts, warn_without_effect
 from rlx_jax.program import Built
 
 REPORT_VARIABLE = "RLX_FUSION_REPORT"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,28 +219,19 @@ def make_template(
         Others as the passes.
     """
     options = program, last_only, optional_inputs, outputs
-    facts = lowered_once(built, _lower, built, settings, *options)
+    finished, *facts = built.once(_lower, built, settings, *options)
     template = Template(built, *facts)
+    if finished < built.since:  # for an earlier load of the config
+        template = replace(template, seconds=dict.fromkeys(template.seconds, 0.0))
     report_fusion(f"{built.name} {program}", template.fusion)
     return template
-
-
-def lowered_once(built: Built, make: Callable[..., T], subject: Any, *options: Hashable) -> T:
-    """Return `make(subject, *options)` for a subject that is made of the graph of a built flow, once for each choice.
-
-    The result is retained with the graph, so that it must not refer to weights.
-    """
-    graph = built.hir, built.program, built.max_positions
-    key = (make, *graph, *options, plugins.added.get(), jax_settings())
-    result: T = built.lowered(key, lambda: make(subject, *options))
-    return result
 
 
 def _lower(
     built: Built, settings: Settings, program: str, last_only: bool, optional_inputs: frozenset[str],
     outputs: tuple[str, ...] | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of `Template` after the first; arguments and errors as for `make_template`."""
+    """Return the time, and the fields of `Template` after the first; arguments and errors as for `make_template`."""
     check_switches(settings)
     job = Job(settings, built.types, derived_program(built, program), last_only, optional_inputs, outputs)
     result = run_passes(built.hir, job)
@@ -262,7 +253,7 @@ def _lower(
     adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
     facts = built.types, seconds, result.nodes, fusion, job
-    return result.blocks, result.graph, bounds, settings.plan.scan, optional, *facts
+    return time.perf_counter(), result.blocks, result.graph, bounds, settings.plan.scan, optional, *facts
 
 
 def report_fusion(name: str, fusion: FusionReport) -> None:

@@ -36,7 +36,7 @@ from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import ClipVisionFlow, DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, EncoderFlow, TowerFlow, read_head
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
-from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights
+from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights, with_other_weights
 from rlx_jax.models.llama import LlamaBidirectionalFlow
 from rlx_jax.models.modernbert import ModernBertCausalFlow, ModernBertDecoderFlow
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
@@ -162,7 +162,7 @@ class Pretrained:
         recipe: Any = self.recipe
         weights = None if source is None else recipe.adapt_weights(source)
         recipe = replace(recipe, weights=weights)
-        return replace(self, recipe=recipe, checked=(recipe, self.checked[1]._rebound(weights)))
+        return replace(self, recipe=recipe, checked=(recipe, with_other_weights(self.checked[1], weights)))
 
 
 Opener = Callable[..., Pretrained]

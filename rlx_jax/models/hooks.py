@@ -11,6 +11,7 @@ Its `assemble` applies them: `hooks.profile` and the weights at the start, so th
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, get_args
 
@@ -334,6 +335,15 @@ def check_recipe_weights(flow: ModelFlow, recipe: Any) -> ModelFlow:
     if check.missing_paths:
         check.refuse()
     return flow
+
+
+def with_other_weights(flow: ModelFlow, weights: WeightSource | None) -> ModelFlow:
+    """Return a checked flow bound to other weights with the same keys and types, with the graph that it has."""
+    bound, built = replace(flow, _weights=weights), flow._checked
+    if built is not None:
+        built = replace(built, source=weights, flow=bound, seconds=0.0, since=time.perf_counter())
+        object.__setattr__(bound, "_checked", built)
+    return bound
 
 
 class _WeightCheck(Parameters):

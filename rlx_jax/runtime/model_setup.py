@@ -15,7 +15,7 @@ import jax
 
 from rlx_jax import errors
 from rlx_jax.compiler.meshes import make_model_sharding
-from rlx_jax.compiler.pipeline import Template, facts_of, lowered_once, make_template
+from rlx_jax.compiler.pipeline import Template, facts_of, make_template
 from rlx_jax.compiler.settings import (
     Settings,
     check_inputs,
@@ -187,7 +187,7 @@ def plan_layout(
         The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
     """
     graphs = tuple(built.hir for built in builds.values())
-    settings, layout = lowered_once(next(iter(builds.values())), _plan_layout, builds, settings, first, graphs)
+    settings, layout = next(iter(builds.values())).once(_plan_layout, builds, settings, first, graphs)
     return settings, layout, {name: make_template(built, settings, first) for name, built in builds.items()}
 
 

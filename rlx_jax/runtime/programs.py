@@ -37,7 +37,7 @@ from rlx_jax.compiler.executable import (
     with_compile_cache,
 )
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
-from rlx_jax.compiler.pipeline import Template, lowered_once, make_function, make_lir, make_template, with_hidden
+from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import out_of_memory
@@ -175,7 +175,7 @@ class Programs:
         """Return the inputs that no output of a flow reads when these optional inputs are passed."""
         if (flow, optional_inputs) not in self.unread_by_optional:
             built = self.build(flow, optional_inputs)
-            self.unread_by_optional[flow, optional_inputs] = lowered_once(built, unread_inputs, built.hir)
+            self.unread_by_optional[flow, optional_inputs] = built.once(unread_inputs, built.hir)
         return self.unread_by_optional[flow, optional_inputs]
 
     def any_template(self, key: ProgramKey) -> Template:

@@ -63,7 +63,7 @@ class ProgramReport:
         prove: seconds to derive it, with the proof that its stages take tokens one by one, and to prove that the state
             is updated in place.
         lower: seconds to build, lower, specialize and plan it. Programs that differ only in sizes share a template;
-            one of them carries its seconds.
+            one of them carries its seconds. It is 0 if an earlier load of the config did it.
         trace, compile: seconds in JAX's tracing, and in XLA.
         flops, bytes: operations, and memory traffic, of a run; None for a program of an artifact.
         peak_bytes: arguments, results and temporaries together; a donated state counts once.
