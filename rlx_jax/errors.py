@@ -341,7 +341,7 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
 # Arguments of transformers with another name in this library, too different for `did_you_mean`.
 EQUIVALENT_KEYWORDS: dict[str, tuple[str, ...]] = {
     "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
-    "temp": ("temperature",),
+    "temp": ("temperature",), **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit"), ("profile",)),
 }  # fmt: skip
 
 
