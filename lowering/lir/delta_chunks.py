@@ -6,9 +6,9 @@ columns of the state each, transposed, in registers, as are the left factors of 
 states, a program has one such warpgroup.
 
 Measured on one H200, bf16, 16 heads of width 128, µs, the first and the second kernel, and in Triton's dialect before:
-8 x 4096 tokens 123 + 173 (196 + 254), 4096 tokens 20 + 77 (27 + 89), 2 x 512 tokens 6 + 20 (16 + 15; the last before
-programs of one such warpgroup, without which 4096 tokens take 20 + 116). One kernel that
-prepares a chunk in another warpgroup while the state changes takes 430 and 400, as a chunk takes 6 µs to prepare.
+8 x 4096 tokens 123 + 173 (196 + 254), 4096 tokens 20 + 77 (27 + 89), 2 x 512 tokens 6 + 13 (16 + 15). With two such
+warpgroups, 4096 tokens take 20 + 116. One kernel that prepares a chunk in another warpgroup while the state changes
+takes 430 and 400, as a chunk takes 6 µs to prepare.
 
 NaN or infinity in k, v, g or β reaches earlier tokens of the same chunk, as 0 · NaN is NaN; XLA's forms prevent it.
 """
