@@ -124,6 +124,11 @@ def test_options_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = profile.replace(precision={"compute": compute})
         model = rlx.compile(Llama32Flow.for_prefill(CONFIG), program="train", profile=chosen)
         assert model.settings.plan.compiler_options == expected
+    for packing, expected in (("keep", by_dtype["bf16"]), ("int8", {option: True})):  # of the weights below adapters
+        adapted = rlx.lora(Llama32Flow.for_prefill(CONFIG), "layers.*.self_attn.q_proj", rank=2)
+        chosen = profile.replace(precision={"compute": "bf16", "weights": packing})
+        model = rlx.compile(adapted, program="train", profile=chosen)
+        assert model.settings.plan.compiler_options == expected
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{option}")
     assert option not in planned("h200", "train")["lir"]
 
