@@ -87,7 +87,7 @@ def step_bytes(lm: Any, config: dict[str, Any], rows: int, context: int) -> int:
     chosen = config.get("num_experts_per_tok", 0) * rows / config.get("num_experts", 1)
     nbytes = 0.0
     for name, a in lm.model.params.items():
-        if "embed_tokens" not in name or config["tie_word_embeddings"]:
+        if "embed_tokens" not in name or config.get("tie_word_embeddings", True):
             nbytes += a.nbytes * (min(1.0, chosen) if "experts" in name else 1.0)
     found = rlx.plan(
         plan.recipe_of(config), device="h200", batch=rows, context=context, profile=plan.profile_of("bf16")
