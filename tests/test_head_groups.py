@@ -49,6 +49,7 @@ def heads(
 
 def grouped(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> Graph:
     monkeypatch.setattr(head_groups, "MIN_TOKENS", 8)
+    monkeypatch.setattr(head_groups, "HALVES", (32, 64, 128))
     types = TypeCache()
     return verify(group_heads(graph, types), "mir", "group_heads", types)
 

@@ -26,8 +26,8 @@ from rlx_jax.lowering.mir.small import dce
 
 AnyArray = Any
 
-# Tokens, at least, that a kernel is used for; and sizes of half a head that its layout has.
-MIN_TOKENS, HALVES = 1024, (32, 64, 128)
+# Tokens, at least, that a kernel is used for; and sizes of half a head: the layout has 32 and 128 too, not measured.
+MIN_TOKENS, HALVES = 1024, (64,)
 
 
 def group_heads(graph: Graph, types: TypeCache) -> Graph:
