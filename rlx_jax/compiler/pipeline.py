@@ -223,7 +223,6 @@ def make_template(
     template = Template(built, *facts)
     if finished < built.since:  # for an earlier load of the config
         template = replace(template, seconds=dict.fromkeys(template.seconds, 0.0))
-    report_fusion(f"{built.name} {program}", template.fusion)
     return template
 
 
@@ -242,6 +241,8 @@ def _lower(
         raise errors.FusionError(
             f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion
         )
+    if prints_fusion():
+        print(f"{built.name} {program}: {fusion}", file=sys.stderr)
     seconds = {"build": built.seconds, **result.seconds}
     read_graph = remove_unread_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
@@ -256,10 +257,9 @@ def _lower(
     return time.perf_counter(), result.blocks, result.graph, bounds, settings.plan.scan, optional, *facts
 
 
-def report_fusion(name: str, fusion: FusionReport) -> None:
-    """Print the fusion report of a program on stderr, if the environment variable `RLX_FUSION_REPORT` is set."""
-    if os.environ.get(REPORT_VARIABLE, "").lower() not in ("", "0", "false"):
-        print(f"{name}: {fusion}", file=sys.stderr)
+def prints_fusion() -> bool:
+    """Return whether the environment variable `RLX_FUSION_REPORT` asks for the fusion report of each program."""
+    return os.environ.get(REPORT_VARIABLE, "").lower() not in ("", "0", "false")
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import rlx_jax.models as models
 from rlx_jax import plugins
+from rlx_jax.compiler.pipeline import prints_fusion
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import jax_settings
 from rlx_jax.errors import GraphError, RlxError, UnsupportedError, WeightError, did_you_mean, listing, quote, shown
@@ -174,11 +175,13 @@ _opened: LruCache[Hashable, Pretrained] = LruCache(MAX_OPENED)
 def opened_once(opener: Opener) -> Opener:
     """Return an opener that makes and builds a recipe once for an equal config and weights of the same names and types.
 
-    Recipes of other packages, and of configs with ignored fields or a warning, are made each time.
+    Recipes of other packages, and of configs with ignored fields or a warning, are made each time, and so are all if
+    fusion reports are printed.
     """
 
     def open_again(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
-        if (config.ignored is not None and config.ignored.names) or config.values.get("auto_map") is not None:
+        ignored = config.ignored is not None and config.ignored.names
+        if ignored or config.values.get("auto_map") is not None or prints_fusion():
             return opener(config, source, headless)
         try:
             content = config.values, headless, description(source), jax_settings()
