@@ -52,8 +52,7 @@ def groups(graph: Graph) -> list[ExpertGroup]:
 def arrays(group: ExpertGroup) -> list[jax.Array]:
     rng, types = np.random.default_rng(0), [n.types[0] for n in group.body.nodes if isinstance(n.op, BodyInput)]
     drawn = [rng.normal(size=tuple(map(int, t.shape))) for t in types]
-    drawn[0] = np.minimum(np.round(drawn[0] * 4) / 4, 0)  # with equal logits
-    drawn[0][..., :2] = -0.0  # after +0
+    drawn[0] = np.round(drawn[0] * 4) / 4  # with equal logits
     return [jnp.asarray(a, t.dtype) for a, t in zip(drawn, types, strict=True)]
 
 

@@ -36,7 +36,7 @@ from rlx_jax.lowering.lir.matvec import (
     run_tiles,
     scratch_of,
 )
-from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, flipped, load, pl, plgpu, tiled
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, load, pl, plgpu, tiled
 from rlx_jax.lowering.lir.product_groups import GroupKey, is_constant, results_of, struct
 from rlx_jax.lowering.mir.small import dce
 
@@ -250,8 +250,7 @@ def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
     layout = tiled(((LANES * WARPS, 4), (LANES, 4)), (-4,), (-2,))
     square = (count, count)
     loaded = (load(ref, layout.reduce(1 - axis)) for axis, ref in enumerate(logits))
-    floats = (jnp.where(a == a, a, jnp.inf).astype(jnp.float32) for a in loaded)  # NaN first, +0 before −0, as `TopK`
-    rows = (flipped(lax.bitcast_convert_type(a, jnp.int32)) for a in floats)
+    rows = (jnp.where(a == a, a, jnp.inf) for a in loaded)  # NaN is selected first, as `TopK` does
     own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
     number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
     larger, as_large = (plgpu.layout_cast(jnp.where(a, 1.0, 0.0), layout) for a in (other > own, other >= own))
