@@ -39,7 +39,7 @@ from rlx_jax.device import num_cpus, running_device
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.weights.quantize import FP8_BLOCK, quantize_fp8
-from rlx_jax.weights.quantized import with_quantized_weights
+from rlx_jax.weights.source import with_quantized_weights
 
 SHAPES = {
     **decode.SHAPES,

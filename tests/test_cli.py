@@ -154,7 +154,9 @@ def test_an_output_that_takes_no_letters(
     ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
     ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
     ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
-    ("generate nowhere", "one of the arguments --prompt --input is required"),
+    ("generate nowhere", "generate: error: one of the arguments TEXT --prompt --input is required"),
+    ("generate nowhere a b", "one prompt is continued, got 2 texts"),
+    ("generate nowhere a --prompt b", "argument TEXT: not allowed with argument --prompt or --input"),
     ("generate --prompt x --devices gpu", "--devices: expected a number or auto, got 'gpu'"),
     ("generate --prompt x --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
     ("generate --prompt x", "required: DIR"),
@@ -230,6 +232,8 @@ def test_results_as_json(
     lm = language_model
     monkeypatch.setattr(rlx, "load", lambda *given, **named: lm)
     (found,) = lines(capsys, "generate", BASE, "--prompt", CASE["prompt"], "--max-new-tokens", 24)
+    (again,) = lines(capsys, "generate", BASE, "--max-new-tokens", 24, CASE["prompt"])
+    assert again["text"] == found["text"]
     assert (found["prompt"], found["text"], found["new_tokens"]) == (CASE["prompt"], CASE["text"], 24)
     assert found["seed"] is None and found["peak_bytes"] > 10**7
     assert 0 < found["seconds_to_first_text"] <= found["seconds"]
@@ -273,6 +277,19 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     encoder = FIXTURES / "sentence" / "base"
     (found,) = lines(capsys, "bench", encoder, "--prompt-tokens", 5, "--batch", 2, "--runs", 1)
     assert found["texts_per_second"] == pytest.approx(2 / found["seconds"], rel=0.05)
+
+
+@pytest.mark.filterwarnings("always::rlx_jax.errors.RlxWarning")
+@pytest.mark.parametrize(("directory", "options", "told"), [
+    ("llama/gqa_tied_llama3_v5", [], "128 positions: 95 tokens and 32 new ones are timed"),
+    ("llama/gqa_tied_llama3_v5", ["--prompt-tokens", "120"], "128 positions: 120 tokens and 7 new ones are timed"),
+    ("sentence/base", [], "40 positions: 40 tokens are timed"),
+])  # fmt: skip
+def test_bench_fits_its_lengths(
+    directory: str, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", str(FIXTURES / directory), "--runs", "1", *options]) == 0
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -241,7 +241,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         top.error(f"unrecognized arguments: {' '.join(unknown)}")
     if texts:
         args.text = [*args.text, *texts]
+    if args.command is GENERATE:
+        take_prompt(args, subparsers(top).choices[GENERATE.name])
     return args
+
+
+def take_prompt(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Take the text of `generate` as its prompt. Exit with status 2 unless there is one prompt, or a file of them."""
+    if args.text and (args.prompt is not None or args.input is not None):
+        parser.error("argument TEXT: not allowed with argument --prompt or --input")
+    if len(args.text) > 1:
+        parser.error(f"one prompt is continued, got {len(args.text)} texts; write a prompt of several words in quotes")
+    if args.text:
+        (args.prompt,) = args.text
+    if args.prompt is None and args.input is None:
+        parser.error("one of the arguments TEXT --prompt --input is required")
 
 
 def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import rlx_jax as rlx
 from rlx_jax.cli import command
-from rlx_jax.errors import RequestError, SaveFailedError, quote
+from rlx_jax.errors import RequestError, RlxWarning, SaveFailedError, quote
 from rlx_jax.generate.explain import PROGRAMS
 from rlx_jax.inspection.page import check_target, write_file
 from rlx_jax.inspection.records import Inspection
@@ -29,13 +30,31 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     """Add the options for what is timed."""
     add = parser.add_argument
     add("--batch", type=int, default=1, metavar="N", help="prompts or texts at a time (%(default)s)")
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="length of each in tokens (%(default)s)")
-    add("--new-tokens", type=int, default=32, metavar="N", help="to generate after the first (%(default)s)")
+    add("--prompt-tokens", type=int, metavar="N", help=f"length of each in tokens ({Workload.prompt_tokens})")
+    add("--new-tokens", type=int, metavar="N", help=f"to generate after the first ({Workload.new_tokens})")
 
 
 def make_workload(args: argparse.Namespace) -> Workload:
     """Return what is timed. Call it before loading, so that invalid options fail early."""
-    return Workload(args.batch, args.prompt_tokens, args.new_tokens, args.runs)
+    lengths = {name: value for name in ("prompt_tokens", "new_tokens") if (value := getattr(args, name)) is not None}
+    return Workload(args.batch, runs=args.runs, **lengths)
+
+
+def fit_workload(work: Workload, args: argparse.Namespace, model: rlx.CausalLM | rlx.Encoder) -> Workload:
+    """Return what is timed, with the lengths that no option gives reduced to the positions of the model."""
+    limit, prompt, new = model.max_positions, work.prompt_tokens, work.new_tokens
+    generates = isinstance(model, rlx.CausalLM)
+    if limit is None or prompt + (new + 1) * generates <= limit:
+        return work
+    if generates and args.new_tokens is None:
+        new = max(1, min(new, limit // 4 if args.prompt_tokens is None else limit - prompt - 1))
+    if args.prompt_tokens is None:
+        prompt = max(1, limit - (new + 1) * generates)
+    fitted = replace(work, prompt_tokens=prompt, new_tokens=new)
+    if fitted != work:
+        lengths = f"{prompt} tokens and {new} new ones" if generates else f"{prompt} tokens"
+        warnings.warn(f"the model has {limit} positions: {lengths} are timed", RlxWarning, stacklevel=2)
+    return fitted
 
 
 def bench(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
@@ -44,6 +63,7 @@ def bench(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     work = make_workload(args)
     kinds = rlx.CausalLM | rlx.Encoder
     model = command.load_kind(args, session, kinds, "; bench takes language models and text encoders")
+    work = fit_workload(work, args, model)
     figures = (bench_language_model if isinstance(model, rlx.CausalLM) else bench_encoder)(model, work)
     session.status.clear()
     result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": work.batch, **figures}

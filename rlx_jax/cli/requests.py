@@ -249,7 +249,7 @@ def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
 def generate_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `generate`."""
     add = parser.add_argument
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads it from stdin")
     add_files(parser, source)
     add("--output", metavar="FILE.jsonl", help="with --input, the file of the answers, which is resumed if it exists")
@@ -260,7 +260,12 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser)
 
 
-GENERATE_OPTIONS = (generate_options, add_compute, add_json, add_model)
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for the prompt; `take_prompt` checks it."""
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="the same as --prompt")
+
+
+GENERATE_OPTIONS = (generate_options, add_compute, add_json, add_model, add_prompt)
 GENERATE = Command("generate", "continue a prompt, or answer it", GENERATE_OPTIONS, generate)
 
 
