@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.compiler.pipeline import make_lir
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, TypeCache
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, TypeCache, Value
 from rlx_jax.ir.kernel_group import HeadGroup
 from rlx_jax.ir.ops.attention import RopeOp
 from rlx_jax.ir.ops.control import run_body
@@ -29,6 +29,12 @@ from tests.interpreter import interpreted, needs_mosaic
 SIZES = {"wide": (2, 8, 4, 4, 128, 1), "narrow": (2, 8, 16, 8, 64, 2), "widest": (1, 8, 2, 1, 256, 1)}
 
 
+def builder(types: list[tuple[Any, str]]) -> tuple[Builder, list[Value]]:
+    """Return a builder with inputs of some shapes and dtypes."""
+    b = Builder("heads", TypeCache())
+    return b, [b(BodyInput(i, type=TensorType(s, as_dtype(d)))) for i, (s, d) in enumerate(types)]
+
+
 def heads(
     sizes: tuple[int, ...], dtype: str = "bf16", norm: bool = True, style: str = "half", offset: float = 0.0
 ) -> Graph:
@@ -36,8 +42,7 @@ def heads(
     batch, tokens, queries, keys, width, table_rows = sizes
     widths = queries * width, keys * width, keys * width
     types = [((batch, tokens, sum(widths)), dtype), ((width,), dtype), *[((table_rows, tokens, width // 2), "f32")] * 2]
-    b = Builder("heads", TypeCache())
-    x, gamma, *tables = (b(BodyInput(i, type=TensorType(s, as_dtype(d)))) for i, (s, d) in enumerate(types))
+    b, (x, gamma, *tables) = builder(types)
     results = []
     for part, size in zip(b.add(SplitLast(widths), x), widths[:2], strict=False):
         if norm:
@@ -45,6 +50,15 @@ def heads(
             part = b(Reshape((batch, tokens, size)), b(RmsNormOp(1e-6, offset), split, gamma))
         results.append(b(RopeOp(width, width, style), part, *tables))
     return b.finish(results, ["query", "key"])
+
+
+def normed(shape: tuple[int, ...], sizes: tuple[int, ...], again: tuple[int, ...] = ()) -> Graph:
+    """Return the rotation of 2 x 8 tokens, normed as heads `[…, 128]` of the second part of an array, or its second."""
+    table = (1, 8, 64), "f32"
+    b, (x, gamma, *tables) = builder([(shape, "bf16"), ((128,), "bf16"), table, table])
+    y = b(RmsNormOp(1e-6), b(Reshape((2, 8, -1, 128)), b.add(SplitLast(sizes), x)[1]), gamma)
+    y = b(Reshape((2, 8, b.type(y).size // 16)), y)
+    return b.finish([b(RopeOp(128, 128), b.add(SplitLast(again), y)[1] if again else y, *tables)], ["query"])
 
 
 def grouped(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> Graph:
@@ -71,12 +85,31 @@ def test_the_kernel_is_the_ops(monkeypatch: pytest.MonkeyPatch, case: str, offse
     assert len(groups(joined)) == (1 if case == "widest" else 2)  # one key head 256 wide is half of what a warp reads
     jax.tree.map(np.testing.assert_array_equal, *(run_body(g, arrays(graph)) for g in (graph, joined)))
     for group in groups(joined):
-        given = arrays(group.body)
-        assert given[0].shape == arrays(graph)[0].shape  # heads are read where the product wrote them
-        (got,), (want,) = interpreted(functools.partial(run_heads, group), *given), jax.jit(group.eval)(*given)
-        assert got.dtype == want.dtype and got.shape == want.shape
-        got, want = (np.asarray(x, np.float32) for x in (got, want))
-        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
+        assert arrays(group.body)[0].shape == arrays(graph)[0].shape  # heads are read where the product wrote them
+        check(group)
+
+
+def check(group: HeadGroup) -> None:
+    """Check that the kernel has the results of the ops."""
+    given = arrays(group.body)
+    (got,), (want,) = interpreted(functools.partial(run_heads, group), *given), jax.jit(group.eval)(*given)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("shape", [(16, 1024), (2, 8, 4, 256), (2, 32, 256)])
+def test_an_array_of_any_shape_has_the_heads(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """Of a split of all heads the kernel reads the whole array, of a split of each head the result."""
+    (group,) = groups(grouped(monkeypatch, normed(shape, (shape[-1] // 2,) * 2)))
+    assert arrays(group.body)[0].size == 2 * 8 * 4 * (256 if len(shape) == 2 else 128)
+    check(group)
+
+
+def test_heads_that_are_normed_elsewhere_than_they_are_split_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert groups(grouped(monkeypatch, normed((2, 8, 1024), (128, 768, 128), (128, 512, 128))))
+    assert not groups(grouped(monkeypatch, normed((2, 8, 768), (64, 640, 64), (64, 512, 64))))
 
 
 @needs_mosaic

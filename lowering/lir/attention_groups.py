@@ -170,7 +170,7 @@ def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
             offset += sum(op.sizes[: value.index])
         elif rope is None and not ops and can_rotate(graph, node, width):
             rope = value.node
-        elif is_head_op(graph, node, width):
+        elif offset % width == 0 and is_head_op(graph, node, width):  # of the heads that are split from its result
             ops.insert(0, value.node)
         elif not isinstance(op, Reshape) and not (
             isinstance(op, TakeRow) and graph.type(value).size == graph.type(node.inputs[0]).size

@@ -54,7 +54,7 @@ def source_of(graph: Graph, number: int) -> HeadSource | None:
         return None
     heads = find_heads(graph, Value(number), op.head_dim)
     is_known = heads.rope == number and heads.ops and graph.type(heads.source).dtype == jnp.bfloat16
-    sizes = heads.offset, int(graph.type(heads.source).shape[-1])
+    sizes = heads.offset, graph.type(heads.source).size // (batch * tokens)
     return heads if is_known and not any(n % op.head_dim for n in sizes) else None
 
 
@@ -81,25 +81,26 @@ def run_heads(op: HeadGroup, *arrays: AnyArray, interpret: Any = None) -> tuple[
     assert isinstance(rope, RopeOp)
     row = head_row(body, find_heads(body, result, rope.head_dim), operands)
     given = [arrays[body.nodes[v.node].op.index] for v in operands]  # type: ignore[attr-defined]
-    *_, columns = shape = tuple(map(int, body.type(result).shape))
-    return (rotate_heads(row, columns // rope.head_dim, given, interpret).reshape(shape),)
+    batch, tokens, columns = map(int, body.type(result).shape)
+    out = rotate_heads(row, batch * tokens, columns // rope.head_dim, given, interpret)
+    return (out.reshape(batch, tokens, columns),)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))  # equal groups of a program are lowered once
-def rotate_heads(row: HeadRow, heads: int, operands: list[AnyArray], interpret: Any = None) -> AnyArray:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))  # equal groups of a program are lowered once
+def rotate_heads(row: HeadRow, tokens: int, heads: int, operands: list[AnyArray], interpret: Any = None) -> AnyArray:
     """Return rotated heads `[tokens, heads, width]`.
 
     Args:
         row: where they come from.
-        heads: their number.
-        operands: what `row` names by index: an array `[B, S, columns]`, weights, and tables `[1 | B, S, …]`.
+        tokens, heads: their numbers.
+        operands: what `row` names by index: an array with a row of each token, weights, and tables `[1 | B, S, …]`.
         interpret: parameters of Mosaic's interpreter; None to compile.
     """
-    (batch, length, columns), width, half = operands[row.source].shape, row.n_rot, row.n_rot // 2
-    tokens, at_once, layouts = batch * length, heads_at_once(width), HeadLayouts.of(half)
+    width, half = row.n_rot, row.n_rot // 2
+    at_once, layouts = heads_at_once(width), HeadLayouts.of(half)
     shape, first_head, trace = (WARPS, at_once, width), row.offset // width, row.trace
     assert trace is not None
-    x = operands[row.source].reshape(tokens, columns // width, width)
+    x = operands[row.source].reshape(tokens, -1, width)
     tables = [operands[i].reshape(-1, operands[i].shape[-1]) for i in row.tables]
 
     def body(refs: Any) -> None:
