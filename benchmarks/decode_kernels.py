@@ -89,13 +89,13 @@ def step_bytes(lm: Any, config: dict[str, Any], rows: int, context: int) -> int:
     for name, a in lm.model.params.items():
         if "embed_tokens" not in name or config.get("tie_word_embeddings", True):
             nbytes += a.nbytes * (min(1.0, chosen) if "experts" in name else 1.0)
-    found = rlx.plan(
+    model_plan = rlx.plan(
         plan.recipe_of(config), device="h200", batch=rows, context=context, profile=plan.profile_of("bf16")
     )
-    return int(nbytes) + found.cache_bytes
+    return int(nbytes) + model_plan.cache_bytes
 
 
-def answers(lm: Any, prompts: list[list[int]], tokens: int, rows: int) -> list[Any]:
+def greedy_answers(lm: Any, prompts: list[list[int]], tokens: int, rows: int) -> list[Any]:
     """Return greedy answers with the log-probabilities of the two likeliest tokens."""
     batches = (prompts[i : i + rows] for i in range(0, len(prompts), rows))
     return [answer for batch in batches for answer in lm.generate(batch, max_new_tokens=tokens, logprobs=2)]
@@ -112,11 +112,11 @@ def compare_tokens(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     return {"prompts": len(ours), "equal": len(ours) - len(gaps), "gaps": gaps}
 
 
-def compare_float32(exact: Any, found: list[Any], prompts: list[list[int]]) -> dict[str, float]:
+def compare_float32(exact: Any, answers: list[Any], prompts: list[list[int]]) -> dict[str, float]:
     """Return how the log-probabilities of answers differ from those of a model in float32."""
-    scores = exact.score([(p, list(a.tokens)) for p, a in zip(prompts, found, strict=True)])
-    apart = np.array([np.subtract(a.token_logprobs, s.token_logprobs) for a, s in zip(found, scores, strict=True)])
-    return {"rms": round(float(np.sqrt((apart**2).mean())), 5), "largest": round(float(np.abs(apart).max()), 4)}
+    scores = exact.score([(p, list(a.tokens)) for p, a in zip(prompts, answers, strict=True)])
+    errors = np.array([np.subtract(a.token_logprobs, s.token_logprobs) for a, s in zip(answers, scores, strict=True)])
+    return {"rms": round(float(np.sqrt((errors**2).mean())), 5), "largest": round(float(np.abs(errors).max()), 4)}
 
 
 def main() -> None:
@@ -132,6 +132,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of each answer that is compared")
     parser.add_argument("--float32", action="store_true", help="compare the answers with a model in float32")
     args = parser.parse_args()
+    if args.tokens and {*args.kernels} != {"auto", "off"}:
+        parser.error("--tokens compares answers with kernels and without: leave out --kernels")
+    if args.float32 and not args.tokens:
+        parser.error("--float32 compares the answers of --tokens, which is not given")
     for name in args.shapes:
         config = SHAPES[name]
         models = {kernels: open_model(config, kernels, args.weights) for kernels in args.kernels}
@@ -145,11 +149,11 @@ def main() -> None:
             emit(**row, ms=medians, limit=round(limit, 3), readings=times)
             if not args.tokens:
                 continue
-            found = {kernels: answers(lm, prompts, args.tokens, rows) for kernels, lm in models.items()}
-            emit(**row, **compare_tokens(found["auto"], found["off"]))
+            answers = {kernels: greedy_answers(lm, prompts, args.tokens, rows) for kernels, lm in models.items()}
+            emit(**row, **compare_tokens(answers["auto"], answers["off"]))
             if args.float32:
                 exact = open_model(config, "off", "f32", "f32")
-                emit(**row, float32={k: compare_float32(exact, a, prompts) for k, a in found.items()})
+                emit(**row, float32={k: compare_float32(exact, a, prompts) for k, a in answers.items()})
         models.clear()
         gc.collect()
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def noise(dtype: Any) -> np.ndarray[Any, Any]:
-    """Normal numbers of the deviation 0.02, as many as a prime: no two rows of a matrix that repeats them are alike."""
-    drawn = np.random.default_rng(0).standard_normal(16_777_213, np.float32) * np.float32(0.02)
-    return drawn.astype(dtype)
+    """Return normal numbers of deviation 0.02. Their count is a prime, so that a matrix that repeats them has no two
+    equal rows."""
+    values = np.random.default_rng(0).standard_normal(16_777_213, np.float32) * np.float32(0.02)
+    return values.astype(dtype)
 
 
 class RandomSource:
-    """A checkpoint that is nowhere: each key's numbers begin at a place of its own of `noise`."""
+    """A weight source of random numbers: those of each key begin at another index of `noise`."""
 
     def __init__(self, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         self.specs = specs
@@ -40,17 +41,17 @@ class RandomSource:
         return key in self.specs
 
     def where(self, key: str) -> str:
-        return "made up"
+        return "random numbers"
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         shape, dtype = self.specs[key].shape, self.specs[key].dtype
         if len(shape) < 2:
-            whole = np.ones(shape, dtype)
+            array = np.ones(shape, dtype)
         else:
             size, period = int(np.prod(shape)), self.noise.size // 2
-            at = zlib.crc32(key.encode()) % period
-            whole = np.resize(self.noise[at : at + min(size, period)], size).reshape(shape)
-        return whole if index is None else whole[index]
+            start = zlib.crc32(key.encode()) % period
+            array = np.resize(self.noise[start : start + min(size, period)], size).reshape(shape)
+        return array if index is None else array[index]
 
 
 class Goals:

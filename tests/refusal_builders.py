@@ -62,7 +62,7 @@ from tests import test_vision as pictures
 from tests.ops import o, operand
 from tests.oracles import chat_templates
 from tests.oracles.checkpoints import FIXTURES
-from tests.refusal_names import LLAMA, World
+from tests.refusal_names import IDS, LLAMA, World
 from tests.small import Own
 
 CLIP = FIXTURES / "vision" / "dual" / "clip"
@@ -229,6 +229,15 @@ def everywhere(inputs: Any) -> NoReturn:
         told.append(str(caught.value))
     assert len(set(told)) == 1, told
     raise caught.value
+
+
+def behind(t: World, prompts: Any, new: int = 7, **options: Any) -> None:
+    """Continue a state of two rows; a refusal leaves it as it was."""
+    _, state = t.lm.prefill(IDS)
+    try:
+        t.lm.generate(prompts, new, state=state, **options)
+    finally:
+        assert t.lm.generate([[1], [2]], 1, state=state) == t.lm.generate([[1, 1, 1, 1], [1, 1, 1, 2]], 1)
 
 
 def attending(keys: Any, **options: Any) -> Any:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     RecipeClass = TypeVar("RecipeClass", default=Recipe[Any])
-# The options of `OpenOptions` that apply to reading weights.
-# What tells that a directory is more than a model of transformers.
+# Files, and fields of config.json, of checkpoints that need more than a model of transformers.
 MODULE_FILES = frozenset(("modules.json", "config_sentence_transformers.json"))
 MODULE_FIELDS = frozenset(("sentence_transformers", "sbert_ce_default_activation_function"))
+# The options of `OpenOptions` that apply to reading weights.
 WEIGHT_OPTIONS = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 
 

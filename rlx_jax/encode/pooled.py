@@ -83,6 +83,9 @@ def check_padding(padding: Any, vocab_size: int, positions: int | None) -> tuple
 
 # -- pooling modes -----------------------------------------------------------------------------
 
+# A mode maps tokens `[B, S, H]` float32 to `[B, H]`, the pool of the tokens where keep `[B, S]` is True, or zeros if
+# there are none; the other tokens are finite. position `[B, S]` is the number of a token within its text, from 0.
+
 
 def _token_at(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     """Return the token vector of each row at its position `[B]`; zeros for a row without tokens to keep."""
