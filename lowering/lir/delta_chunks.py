@@ -28,7 +28,7 @@ from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.emit import arith, ir, llvm, mgpu, vector
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu, run_kernel, transforms
+from rlx_jax.lowering.lir.mosaic import await_slot, load, pl, plgpu, run_kernel, transforms
 from rlx_jax.lowering.lir.recurrent import LEAST_LOG, chunks_at_once
 from rlx_jax.lowering.lir.row_kernels import convolve
 
@@ -122,10 +122,8 @@ def run_convolved(
     return run_chunks(op.rule, q, k, v, g, beta, interpret=interpret)
 
 
-states_in_one, convolved_states = (
-    with_reference(chunks_at_once)(run_chunks),
-    with_reference(DeltaGroup.eval)(run_convolved),
-)
+states_in_one = with_reference(chunks_at_once)(run_chunks)
+convolved_states = with_reference(DeltaGroup.eval)(run_convolved)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers of a program are lowered once
@@ -256,11 +254,7 @@ def run_program(t: ChunkSizes, refs: Any) -> None:
 def copy_chunk(t: ChunkSizes, refs: Any, i: AnyArray) -> None:
     """Begin to copy the operands of a chunk, once its slot is free."""
     slot, tokens = lax.rem(i, SLOTS), pl.ds(i * TOKENS, TOKENS)
-
-    @pl.when(i >= SLOTS)
-    def _() -> None:
-        plgpu.barrier_wait(refs.used.at[slot])
-
+    await_slot(refs.used, SLOTS, i)
     barrier = refs.copied.at[slot]
     for ref, tiles in ((refs.q, refs.q_tiles), (refs.k, refs.k_tiles)):
         plgpu.copy_gmem_to_smem(
