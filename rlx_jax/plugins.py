@@ -115,7 +115,7 @@ def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
 
 
 # The plugins that `using` has added.
-added: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
+context_plugins: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
 
 
 @functools.cache
@@ -156,12 +156,12 @@ def using(*others: Plugin) -> Iterator[None]:
     for plugin in others:
         if not isinstance(plugin, Plugin):
             raise GraphError(f"using: expected plugins, such as Plugin(name, …), got {shown(plugin)}")
-    token = added.set((*added.get(), *others))
+    token = context_plugins.set((*context_plugins.get(), *others))
     try:
         active_plugin()  # raises now rather than at the first lookup if plugins conflict
         yield
     finally:
-        added.reset(token)
+        context_plugins.reset(token)
 
 
 def active_plugin() -> Plugin:
@@ -170,7 +170,7 @@ def active_plugin() -> Plugin:
     Raises:
         GraphError: two plugins provide something under the same name, or an installed plugin cannot be used.
     """
-    return _merge((*installed(), *added.get()))
+    return _merge((*installed(), *context_plugins.get()))
 
 
 @functools.lru_cache(maxsize=8)

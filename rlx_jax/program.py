@@ -151,7 +151,8 @@ class Built:
 
         The result is retained with the graph, so that it must not refer to weights.
         """
-        key = (make, self.hir, self.program, self.max_positions, *options, plugins.added.get(), jax_settings())
+        surroundings = plugins.context_plugins.get(), jax_settings()
+        key = (make, self.hir, self.program, self.max_positions, *options, *surroundings)
         result: T = self.lowered(key, lambda: make(subject, *options))
         return result
 

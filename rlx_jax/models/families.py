@@ -188,9 +188,9 @@ def opened_once(opener: Opener) -> Opener:
         except WeightError:  # the build names the block that reads the weight
             return opener(config, source, headless)
         key = opener, hashlib.sha256(repr(content).encode(errors="surrogatepass")).digest()
-        known = _opened.get(key)
-        if known is not None:
-            return known.bound_to(source)
+        pretrained = _opened.get(key)
+        if pretrained is not None:
+            return pretrained.bound_to(source)
         model = opener(config, source, headless)
         is_own = type(model.recipe).__module__.startswith(f"{__package__}.")
         if is_own and model.checked is not None and model.checked[1]._checked is not None:
