@@ -36,12 +36,14 @@ def builder(types: list[tuple[Any, str]]) -> tuple[Builder, list[Value]]:
 
 
 def heads(
-    sizes: tuple[int, ...], dtype: str = "bf16", norm: bool = True, style: str = "half", offset: float = 0.0
-) -> Graph:
-    """Return the norm and the rotation of query and key."""
+    sizes: tuple[int, ...], dtype: str = "bf16", norm: bool = True, style: str = "half", offset: float = 0.0,
+    unread: int = 0,
+) -> Graph:  # fmt: skip
+    """Return the norm and the rotation of query and key, by tables with columns that are not read."""
     batch, tokens, queries, keys, width, table_rows = sizes
     widths = queries * width, keys * width, keys * width
-    types = [((batch, tokens, sum(widths)), dtype), ((width,), dtype), *[((table_rows, tokens, width // 2), "f32")] * 2]
+    table = (table_rows, tokens, width // 2 + unread), "f32"
+    types = [((batch, tokens, sum(widths)), dtype), ((width,), dtype), table, table]
     b, (x, gamma, *tables) = builder(types)
     results = []
     for part, size in zip(b.add(SplitLast(widths), x), widths[:2], strict=False):
@@ -125,7 +127,8 @@ def test_gradients_and_batches_are_of_the_ops(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "f32"}, {"norm": False}, {"style": "interleaved"}, {"sizes": (2, 6, 4, 4, 128, 1)}]
+    "changes",
+    [{"dtype": "f32"}, {"norm": False}, {"style": "interleaved"}, {"sizes": (2, 6, 4, 4, 128, 1)}, {"unread": 1}],
 )
 def test_what_the_kernel_lacks_stays_apart(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     assert len(groups(grouped(monkeypatch, heads(SIZES["wide"])))) == 2

@@ -26,7 +26,7 @@ from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention_step import AttentionKernel, HeadRow, are_divided, divide
 from rlx_jax.lowering.lir.decode_attention import decode_attention
-from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
+from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS, READ_VECTOR
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.product_groups import is_by_rows, op_refusal, struct
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
@@ -183,7 +183,8 @@ def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
 def can_rotate(graph: Graph, node: Node, width: int) -> bool:
     """Return whether the kernel has the rotation of a node."""
     op = node.op
-    if not isinstance(op, RopeOp) or any(graph.type(v).dtype != jnp.float32 for v in node.inputs[1:]):
+    tables = [graph.type(v) for v in node.inputs[1:]]
+    if not isinstance(op, RopeOp) or any(t.dtype != jnp.float32 or int(t.shape[-1]) % READ_VECTOR for t in tables):
         return False
     return op.head_dim == width and op.style == "half" and op.n_rot // 2 in HALVES
 
