@@ -41,15 +41,10 @@ class HeadLayouts:
         return HeadLayouts(tile, tile.reduce((0, 1)), tile.reduce(2))
 
 
-def sums_layout(width: int) -> Any:
-    """Return the layout of rows of f32 in every warp, of which a lane has 16 neighbouring bytes of each at most."""
-    vector = min(4, width // LANES)
-    return tiled(((1, LANES * vector), (vector,)), copies(WARPS), (-2,))
-
-
 def sum_layout(width: int) -> Any:
-    """Return the layout of one of these rows."""
-    return sums_layout(width).reduce(0)
+    """Return the layout of a row of f32 in every warp, of which a lane has 16 neighbouring bytes at most."""
+    vector = min(4, width // LANES)
+    return tiled(((LANES * vector,), (vector,)), copies(WARPS), (-2,))
 
 
 def half_layout(size: int) -> Any:

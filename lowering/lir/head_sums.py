@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, NewToken
-from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sums_layout
+from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sum_layout
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, result_layout, score, score_layout, weigh
 from rlx_jax.lowering.lir.mosaic import WARPS, load, plgpu
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
@@ -134,20 +134,18 @@ def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
 def warp_sums(spec: AttentionKernel, totals_ref: Any, sums_ref: Any) -> list[AnyArray]:
     """Return maximum, sum of exponentials and weighted values `[width]` of all warps for a query.
 
-    Each array is read at once: Mosaic infers the layouts of a kernel in a time that grows with reads times operations.
+    Each row is read by itself: for a read of several rows Mosaic swizzles the memory, in units of 8 rows of 16 bits and
+    not of the 4 rows that a warpgroup writes, so that entries of other columns were read.
 
     Args:
         spec: the shapes.
         totals_ref: maxima and sums `[2, warps]`.
         sums_ref: weighted values `[parts, warps, width]`, to be added.
     """
-    layout = sums_layout(spec.width)
-    peaks, totals = (load(totals_ref.at[i], layout.reduce(1)) for i in range(2))
-    parts = (load(sums_ref.at[i], layout) for i in range(sums_ref.shape[0]))
-    values = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
-    factors = jnp.exp(peaks - (peak := peaks.max(axis=0)))
-    weighted = (values * lax.broadcast_in_dim(factors, values.shape, (0,))).sum(axis=0)
-    return [peak, (totals * factors).sum(axis=0), weighted]
+    parts, warps = sums_ref.shape[:2]
+    reads = [[load(sums_ref.at[i, j], sum_layout(spec.width)) for i in range(parts)] for j in range(warps)]
+    rows = [functools.reduce(jnp.add, (part.astype(jnp.float32) for part in row)) for row in reads]
+    return combine([[totals_ref[0, j], totals_ref[1, j], row] for j, row in enumerate(rows)])
 
 
 def scaled(spec: AttentionKernel, scores: AnyArray) -> AnyArray:
