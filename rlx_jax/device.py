@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from rlx_jax.dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class Device:
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
 
+_NO_TRACE = get_opaque_trace_state()
 _describing = threading.Lock()
 _STARTER = "start of the device"
 _ANONYMOUS = re.compile(r"^(\w+)-(\w+) rw-p 0+ 00:00 0 *$", re.MULTILINE)  # lines of memory of no file
@@ -225,6 +227,11 @@ def fingerprint() -> str:
 def jax_settings() -> tuple[str, ...]:
     """Return every setting of JAX as text. What is traced may depend on some, and releases add more."""
     return tuple(f"{name}={getattr(jax.config, name, None)!r}" for name in sorted(jax.config.values))
+
+
+def is_tracing() -> bool:
+    """Return whether the caller runs in `jax.jit` or another transformation."""
+    return bool(get_opaque_trace_state() != _NO_TRACE)
 
 
 def devices_of(kind: str, ids: list[int]) -> list[Any]:

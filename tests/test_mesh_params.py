@@ -261,6 +261,11 @@ def test_numbers_of_devices() -> None:
     with jax.set_mesh(mesh("data", 2)):  # the program of this call, without copies of the parameters, is the next's
         assert one(IDS).devices() == {jax.devices()[0]}
     assert one(IDS).devices() == {jax.devices()[0]}
+    lm = rlx.CausalLM(*llama())
+    with jax.set_mesh(mesh("data", 2, AxisType.Explicit)):
+        around = lm.generate([[1, 2, 3]], 3)
+        assert jax.jit(lambda x: one.programs.run_helper(jnp.sum, x))(jnp.ones(3)) == 3
+    assert around == rlx.CausalLM(*llama()).generate([[1, 2, 3]], 3)
     with pytest.raises(errors.RequestError, match="llama is compiled already: leave out 'mesh'"):
         rlx.CausalLM(one, mesh=2)
 

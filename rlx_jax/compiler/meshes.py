@@ -17,7 +17,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.device import all_devices, running_device, to_auto_axes, with_auto_axes
+from rlx_jax.device import all_devices, is_tracing, running_device, to_auto_axes, with_auto_axes
 from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
@@ -185,7 +185,7 @@ def use_model_mesh(model_sharding: ModelSharding | None) -> Iterator[None]:
 
     On one device it is replaced by none: XLA would compile for all devices of the caller's mesh.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().empty or is_tracing():  # in a trace the caller's mesh applies
         yield
         return
     with jax.set_mesh(Mesh(np.empty((), object), ()) if model_sharding is None else model_sharding.mesh):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, replace
+from rlx_jax.device import is_tracing
 from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, listing, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
@@ -33,7 +33,6 @@ from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
-NO_TRACE = get_opaque_trace_state()
 MAX_CACHE_LEN = 2**30  # XLA cannot represent the next power of two, 2**31, as a dimension
 
 
@@ -357,7 +356,7 @@ def choose_seed(seed: Any, sampler: Sampler) -> Any:
     words = 0 if seed is None else key_words("seed", seed)
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
         seed = secrets.randbits(32) if sampler.temperature else 0
-    if get_opaque_trace_state() != NO_TRACE:
+    if is_tracing():
         words = jax.device_put(words)  # traced in jax.jit, whatever the seed is
     if isinstance(words, jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")

@@ -5,7 +5,6 @@ A `CompiledModel` checks the arguments of a call, finds or compiles the program 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -191,9 +190,8 @@ class CompiledModel(ModelProgram):
         self.last_key = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
         arguments = to_model_devices((dict(params), arrays, values), self.programs.model_sharding)
-        traced = is_traced(jax.tree.leaves(arguments))
         try:
-            with contextlib.nullcontext() if traced else use_model_mesh(self.programs.model_sharding):
+            with use_model_mesh(self.programs.model_sharding):
                 return self.programs.function(key).jitted(*arguments), key
         except (RuntimeError, ValueError) as error:
             self._explain(error, params, values)

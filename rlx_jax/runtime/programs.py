@@ -375,7 +375,7 @@ class Programs:
             donate: the arguments that the result may overwrite, the same in every call.
         """
         sharding = self.model_sharding
-        with contextlib.nullcontext() if sharding is None else use_model_mesh(sharding):
+        with use_model_mesh(sharding):
             if sharding is not None:
                 arguments = to_model_devices(arguments, sharding)
             if has_transfer_guard():  # copies from the host, and between devices, have to be explicit
