@@ -126,7 +126,10 @@ def test_what_does_not_fit_any_more_is_refused(model: Path) -> None:
 
 def test_the_graph_and_its_programs_are_taken(model: Path, tmp_path: Path) -> None:
     first, moved = rlx.load(model), Path(shutil.copytree(model, tmp_path / "moved"))
+    tokenizer: Any = first.tokenizer
+    tokenizer.chat_templates["default"] = "edited"
     second = rlx.load(moved)
+    assert second.tokenizer is not None and "edited" not in second.tokenizer.chat_templates.values()
     assert second.model.built.hir is first.model.built.hir
     assert second.model.template("prefill").mir is first.model.template("prefill").mir
     assert second.model.built.source is not first.model.built.source

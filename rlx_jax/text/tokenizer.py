@@ -304,7 +304,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     contents = [folder.json(name) for name in (*_COMPANION_FILES, *_ID_FILES)]
     key = hashlib.sha256(raw).digest(), repr(contents), repr(templates), lowercase
     tokenizer = _tokenizers.get(key)
-    if tokenizer is None:
+    if tokenizer is None or tokenizer.chat_templates != templates:  # a caller has edited them
         tokenizer = _tokenizers[key] = _make_tokenizer(folder, raw, templates, lowercase)
     return tokenizer
 
