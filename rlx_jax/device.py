@@ -144,13 +144,19 @@ def named_device(name: str) -> Device:
 def running_device() -> Device:
     """Return the device that JAX computes on: `jax.default_device` if set, else the first of the default backend."""
     with _describing:
-        return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
+        return _running(default_device())
+
+
+def default_device() -> Any:
+    """Return the device of `jax.default_device`, of a platform's name its first; None if it is not set."""
+    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
 def start_device() -> None:
     """Start the device in a thread: JAX reserves the memory of a GPU at the first copy, and fills a table of it on the
     host, which takes 1 to 2 s, in which the caller can import, plan the program and read weights."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = default_device()
 
     def copy() -> None:
         with contextlib.suppress(Exception):  # the caller's first use of the device fails as well, and reports it
@@ -205,8 +211,6 @@ def all_devices() -> list[Any]:
 
 @functools.cache
 def _running(chosen: Any) -> Device:
-    if isinstance(chosen, str):  # the name of a platform
-        return describe_device(jax.local_devices(backend=chosen)[0])
     return describe_device(jax.local_devices()[0] if chosen is None else chosen)
 
 

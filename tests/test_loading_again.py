@@ -149,6 +149,8 @@ def test_surroundings(model: Path, capfd: pytest.CaptureFixture[str], monkeypatc
         second = rlx.load(model).model
     assert first.params is not None and second.params is not None
     assert [next(iter(p.values())).devices() for p in (first.params, second.params)] == [{d} for d in jax.devices()[:2]]
+    with jax.default_device("cpu"):  # a platform in place of a device
+        assert rlx.load(model).model.params is not None
     with plugins.using(rlx.Plugin("other")):
         assert rlx.load(model).model.template().mir is not first.template().mir
     jax.config.update("jax_numpy_rank_promotion", "warn")

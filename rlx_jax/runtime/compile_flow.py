@@ -18,7 +18,7 @@ import jax
 from rlx_jax import errors
 from rlx_jax.compiler.compile_cache import MAX_FIRST_PROGRAMS, FirstPrograms
 from rlx_jax.compiler.pipeline import make_template
-from rlx_jax.device import running_device
+from rlx_jax.device import default_device, running_device
 from rlx_jax.errors import listing, suggest_keywords
 from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.weight_reads import WeightSource, has_any_values
@@ -186,7 +186,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         message = f"fusion.target is {target!r}, but JAX runs on {runs.name!r}: the plan is for another device"
         warnings.warn(f"{', '.join(models)}: {message}", errors.RlxWarning, stacklevel=3)
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = default_device()
     cancelled = threading.Event()
     # Reading weights and XLA's compiler both release the GIL, so that loading and compiling overlap.
     with ThreadPoolExecutor(1 + MAX_FIRST_PROGRAMS) as pool:
