@@ -199,7 +199,7 @@ def test_a_checked_flow_keeps_its_graph() -> None:
     """`build` returns what the check of its weights built, until the flow or an argument changes."""
     flow = rlx.from_pretrained(SINGLE)
     built = flow.build()
-    assert flow.build() is built and built.seconds > 0
+    assert flow.build() is built
     edited = flow.at("layers.0").scale(by=2).build()
     assert edited is not built and len([*edited.hir.walk()]) > len([*built.hir.walk()])
     assert flow.build(rlx.open_weights(SINGLE)).source is not built.source
