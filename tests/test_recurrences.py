@@ -97,7 +97,7 @@ def test_earlier_tokens_do_not_depend_on_later_ones(case: str, bad: float) -> No
     want = transcript(op, arrays)[0][:, :67]
     runs = [jax.jit(functools.partial(IMPLEMENTATIONS[form], op)) for form in FORMS]
     for operand, run in itertools.product((1, 2, 4) if isinstance(op, GatedDeltaOp) else (0, 1, 3), runs):
-        changed = [np.float32(a) for a in arrays]
+        changed = [a.astype(np.float32) for a in arrays]
         changed[operand][0, 67, 0] = bad
         out, state = run(*changed)
         assert distance(out[:, :67], want) <= 1e-5
