@@ -22,7 +22,6 @@ import gc
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -33,7 +32,7 @@ import ml_dtypes
 import numpy as np
 from handwritten_llama import Sizes, hf_config
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from report import Goals, emit, seconds, table
+from report import Goals, RandomSource, emit, seconds, table
 
 import rlx_jax as rlx
 from rlx_jax.lowering.inspect.hlo import count_collectives
@@ -50,34 +49,6 @@ SHAPES = {
     ),
 }  # fmt: skip
 SPEED_UP = 1.9
-
-
-@dataclass(frozen=True)
-class RandomSource:
-    """A WeightSource that draws what it is asked for: weights of a shape without a checkpoint."""
-
-    specs: Mapping[str, jax.ShapeDtypeStruct]
-
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self.specs)
-
-    def spec(self, key: str) -> jax.ShapeDtypeStruct:
-        return self.specs[key]
-
-    def has(self, key: str) -> bool:
-        return key in self.specs
-
-    def where(self, key: str) -> str:
-        return "made up"
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        spec = self.specs[key]
-        cuts = (*(index or ()), *(slice(None),) * (len(spec.shape) - len(index or ())))
-        shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(cuts, spec.shape, strict=True))
-        if len(shape) < 2:
-            return np.ones(shape, spec.dtype)
-        noise = np.random.default_rng(0).standard_normal(shape[-1] * 8, np.float32) * np.float32(0.02)
-        return np.resize(noise.astype(spec.dtype), shape)
 
 
 def build(shape: single.Shape, devices: int, options: Mapping[str, Any], steps: int | None) -> rlx.CausalLM:

@@ -80,9 +80,9 @@ def run_heads(op: HeadGroup, *arrays: AnyArray, interpret: Any = None) -> tuple[
     rope, operands = body.nodes[result.node].op, list[Value]()
     assert isinstance(rope, RopeOp)
     row = head_row(body, find_heads(body, result, rope.head_dim), operands)
-    given = [arrays[body.nodes[v.node].op.index] for v in operands]  # type: ignore[attr-defined]
+    inputs = [arrays[body.nodes[v.node].op.index] for v in operands]  # type: ignore[attr-defined]
     batch, tokens, columns = map(int, body.type(result).shape)
-    out = rotate_heads(row, batch * tokens, columns // rope.head_dim, given, interpret)
+    out = rotate_heads(row, batch * tokens, columns // rope.head_dim, inputs, interpret)
     return (out.reshape(batch, tokens, columns),)
 
 
@@ -106,8 +106,8 @@ def rotate_heads(row: HeadRow, tokens: int, heads: int, operands: list[AnyArray]
     def body(refs: Any) -> None:
         first = refs.program * WARPS
         own, place = pl.ds(first, WARPS), pl.ds(lax.rem(first, tables[0].shape[0]), WARPS)
-        loaded = [load(ref, layouts.columns) for ref in refs.others]
-        others = [lax.broadcast_in_dim(a, shape, (2,)) for a in loaded]
+        vectors = (load(ref, layouts.columns) for ref in refs.others)
+        others = [lax.broadcast_in_dim(a, shape, (2,)) for a in vectors]
         parts = (load(ref.at[place, pl.ds(0, half)], layouts.tile.reduce(1)) for ref in refs.tables)
         cos, sin = (lax.broadcast_in_dim(a, (*shape[:2], half), (0, 2)) for a in parts)
         for head in range(0, heads, at_once):
