@@ -1,7 +1,10 @@
 """A second load of a config takes the graph of the first one, and never anything that has changed."""
 
+import copy
+import dataclasses
 import gc
 import json
+import pickle
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -126,10 +129,7 @@ def test_what_does_not_fit_any_more_is_refused(model: Path) -> None:
 
 def test_the_graph_and_its_programs_are_taken(model: Path, tmp_path: Path) -> None:
     first, moved = rlx.load(model), Path(shutil.copytree(model, tmp_path / "moved"))
-    tokenizer: Any = first.tokenizer
-    tokenizer.chat_templates["default"] = "edited"
     second = rlx.load(moved)
-    assert second.tokenizer is not None and "edited" not in second.tokenizer.chat_templates.values()
     assert second.model.built.hir is first.model.built.hir
     assert second.model.template("prefill").mir is first.model.template("prefill").mir
     assert second.model.built.source is not first.model.built.source
@@ -140,6 +140,25 @@ def test_the_graph_and_its_programs_are_taken(model: Path, tmp_path: Path) -> No
     bert = LLAMA.parents[1] / "bert" / "bare_v5"
     hir = [rlx.load(bert, expect=rlx.Encoder).model.built.hir for _ in range(2)]
     assert hir[0] is hir[1] is not rlx.load(model).model.built.hir
+
+
+@pytest.mark.parametrize("name", ["special_tokens", "added_tokens", "chat_templates"])
+def test_models_that_share_a_tokenizer_cannot_edit_it(name: str, model: Path) -> None:
+    first, second = rlx.load(model), rlx.load(model)
+    assert first.tokenizer is not None and first.tokenizer is second.tokenizer
+    table: Any = getattr(first.tokenizer, name)
+    before = dict(table)
+    for edit_of in (
+        lambda: table.__setitem__("default", "edited"), lambda: table.update(default="edited"), table.clear,
+        lambda: table.setdefault("default", "edited"), lambda: table.pop("default", None), table.popitem,
+        lambda: table.__delitem__("default"), lambda: table.__ior__({"default": "edited"}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name} is read-only: .*replace"):
+            edit_of()
+    assert table == before == pickle.loads(pickle.dumps(table)) == copy.deepcopy(table)
+    tables: Any = {name: {"default": "edited"}}
+    first.tokenizer = dataclasses.replace(first.tokenizer, **tables)
+    assert getattr(first.tokenizer, name) == {"default": "edited"} and getattr(second.tokenizer, name) == before
 
 
 def test_surroundings(model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

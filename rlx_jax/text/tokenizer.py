@@ -28,6 +28,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts, SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
+from rlx_jax.text.read_only import freeze_tables
 from rlx_jax.text.request_checks import Ids, check_text, id_list
 from rlx_jax.text.tokenizer_checks import check_added_tokens, check_probe, guard, read_vocabulary, refuse_panics
 
@@ -62,7 +63,7 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A loaded tokenizer. Safe to share between threads.
+    """A loaded tokenizer. Safe to share between threads; its mappings are read-only.
 
     Attributes:
         vocab_size: the largest token id plus one. A model may have more rows, as padding.
@@ -94,6 +95,9 @@ class Tokenizer:
     gives_types: bool = True
     padding_side: Literal["left", "right"] = "right"
     _ascii: AsciiTexts | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        freeze_tables(self, "lm.tokenizer", "special_tokens", "added_tokens", "chat_templates")
 
     def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both tokenizers."""
@@ -304,7 +308,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     contents = [folder.json(name) for name in (*_COMPANION_FILES, *_ID_FILES)]
     key = hashlib.sha256(raw).digest(), repr(contents), repr(templates), lowercase
     tokenizer = _tokenizers.get(key)
-    if tokenizer is None or tokenizer.chat_templates != templates:  # a caller has edited them
+    if tokenizer is None:
         tokenizer = _tokenizers[key] = _make_tokenizer(folder, raw, templates, lowercase)
     return tokenizer
 
