@@ -1,5 +1,6 @@
 """Rotary embeddings of several coordinates, written with the builders, against float64 formulas."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import ShapeError
+from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.trace.frequencies import axial_frequencies
 from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
@@ -101,6 +103,25 @@ def with_yarn(family: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 def width(family: str) -> int:
     return 12 if family == "qwen3_5_text" else 24
+
+
+@dataclass(frozen=True)
+class PartialConfig(DecoderConfig):
+    """A family with a rope over a part of each head: half of its columns if the config does not have the fraction."""
+
+    defaults = {"partial_rotary": 0.5}
+
+
+@pytest.mark.parametrize(("fields", "columns"), [
+    ({}, 12), ({"partial_rotary_factor": 1.0}, 24), ({"partial_rotary_factor": 0.25}, 6),
+    ({"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}, 6),
+])  # fmt: skip
+def test_partial_rotary_of_a_family(fields: dict[str, Any], columns: int) -> None:
+    """`defaults` of a config is enough for a family that rotates a part of each head, such as Phi 3."""
+    config = PartialConfig.from_hf(SIZES | fields)
+    want = 10000.0 ** (-np.arange(0, columns, 2) / columns)
+    np.testing.assert_allclose(config.inv_freq, want, rtol=1e-6)
+    assert config.layer_spec(0).n_rot == (None if columns == 24 else columns)
 
 
 UNREAD = ("gemma3_text", "between whole numbers")

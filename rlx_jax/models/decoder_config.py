@@ -149,12 +149,14 @@ def common_fields(
     )
 
 
-def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str, Any]:
+def plain_fields(
+    c: Fields, *, theta: float = 1e4, partial_rotary: float | None = None, **defaults: Any
+) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` for a decoder with SwiGLU and one rope for all layers.
 
     Args:
         c: the config. Another activation is refused.
-        theta: see `rope_of`.
+        theta, partial_rotary: see `rope_of`.
         defaults: the keywords of `common_fields`.
 
     Raises:
@@ -163,7 +165,7 @@ def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str,
     common = common_fields(c, **defaults)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
     common["bidirectional"] = not c.flag("is_causal", True)
-    return {**common, **rope_of(c, common, theta)._asdict()}
+    return {**common, **rope_of(c, common, theta, partial_rotary)._asdict()}
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:
