@@ -78,10 +78,13 @@ class Setting:
 
 
 def setting(
-    default: Any, no_effect: Callable[[Any, Any], str], label: str = "", resolved_as: str = "", **others: Any
-) -> Any:
-    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`."""
-    return field(default=default, metadata={"row": Setting(default, no_effect, label, resolved_as, **others)})
+    default: Any, no_effect: Callable[[Any, Any], str], label: str = "", resolved_as: str = "", *,
+    in_hash: bool = True, **others: Any,
+) -> Any:  # fmt: skip
+    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`, and whether the hash of
+    the table depends on it: mappings would take as long to hash as all other settings of a profile."""
+    row = Setting(default, no_effect, label, resolved_as, **others)
+    return field(default=default, hash=in_hash, metadata={"row": row})
 
 
 class Table:

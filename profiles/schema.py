@@ -296,7 +296,7 @@ class Backend(Table):
     stop_early: bool | Literal["auto"] = setting(
         "auto", effects.needs_generation, "generation loop", "loop", applies_to="serves"
     )
-    compiler_options: Options = setting(Options(), always, "options of XLA")
+    compiler_options: Options = setting(Options(), always, "options of XLA", in_hash=False)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Built:
     @property
     def primary_shape(self) -> tuple[Any, ...]:
         """Shape of the first output."""
-        return self.hir.type(self.hir.outputs[0]).shape
+        return self.hir.output_types[0].shape
 
     def readers(self) -> dict[str, str]:
         """Return, for each checkpoint key, the path of the first block that reads it."""

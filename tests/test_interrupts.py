@@ -10,6 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status
+from rlx_jax.runtime import compile_flow
 from rlx_jax.runtime.model import CompiledModel
 
 
@@ -74,7 +75,7 @@ def test_ctrl_c_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
         started.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CompiledModel, "compile_if_static", interrupted)
+    monkeypatch.setattr(compile_flow, "compile_if_static", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rlx.CausalLM(*mlp(40), progress=slow)
     assert len(loaded) <= 3

@@ -119,7 +119,7 @@ def token_wise_graph(graph: Graph, dim: str) -> Verdict:
                 return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
             results = _run(closed, [states[v] for v in node.inputs], symbolic_dim)
             states.update({Value(number, i): state for i, state in enumerate(results)})
-    return _verdict([states[v] for v in graph.outputs], [graph.type(v) for v in graph.outputs], symbolic_dim)
+    return _verdict([states[v] for v in graph.outputs], graph.output_types, symbolic_dim)
 
 
 def _verdict(states: Sequence[_State], avals: Sequence[Any], dim: _Dim) -> Verdict:

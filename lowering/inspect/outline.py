@@ -190,7 +190,7 @@ def outline(
             rows.append(OutlineRow(layer, output, params, layer_cost, iterations))
         rows += parts
     count = sum(row.count for row in blocks_by_path.values())
-    outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
+    outputs = dict(zip(blocks.output_names, blocks.output_types, strict=True))
     total_cost = None if mir is None else total(block_costs.values())
     return Outline(name, inputs, outputs, tuple(rows), count, total_cost, dict(sizes))
 

@@ -249,8 +249,8 @@ def run_attention(op: AttentionGroup, *arrays: Any, interpret: Any = None) -> tu
     by_row = {*(row.source for row in rows), *tables}  # the other operands are the same for all rows
     inputs = [array(v).reshape(spec.rows if i in by_row else 1, -1) for i, v in enumerate(operands)]
     result, *caches = decode_attention(spec, inputs, numbers, *flat, interpret)
-    shapes = (body.type(v).shape for v in body.outputs)
-    return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip((result, *caches), shapes, strict=True))
+    outputs = zip((result, *caches), body.output_types, strict=True)
+    return tuple(array.reshape(tuple(map(int, t.shape))) for array, t in outputs)
 
 
 def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has_sinks: bool) -> AttentionKernel:

@@ -163,7 +163,7 @@ def temporary_bytes(lir: Lir) -> int:
     # XLA:CPU computes 16-bit values in f32, activations too, and widens a full cache to read it.
     narrow = [t.nbytes for t in types.values() if t.dtype.itemsize == 2] if lir.plan.target == "cpu" else []
     slack = SLACK_BYTES + (CUDA_SCRATCH_BYTES if lir.plan.target == "cuda" else 0)
-    outputs = sum(lir.graph.type(v).nbytes for v in lir.graph.outputs)
+    outputs = sum(t.nbytes for t in lir.graph.output_types)
     casts = cast_parameter_bytes(lir.graph, lir.plan.target)
     activations = activation_bytes(lir.graph, in_place=False, scan=lir.plan.scan) * (2 if narrow else 1)
     scratch = cost(lir.graph).workspace
@@ -248,7 +248,7 @@ def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
 
     The others are not donated, with a warning, because consuming them would save nothing.
     """
-    available = Counter(graph.type(v) for v in graph.outputs)
+    available = Counter(graph.output_types)
     reusable = []
     for i in graph.inputs:
         if i.input not in names:

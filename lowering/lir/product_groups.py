@@ -341,8 +341,7 @@ def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any
         results = multiply_rows(spec, weight, operands, entries, interpret)
     else:
         results = matvec(spec, weight, arrays[:rows], arrays[rows + 1 :], interpret)
-    shapes = (body.type(v).shape for v in body.outputs)
-    return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip(results, shapes, strict=True))
+    return tuple(r.reshape(tuple(map(int, t.shape))) for r, t in zip(results, body.output_types, strict=True))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Head:
     @property
     def vocab_size(self) -> Any:
         """Return the number of logits per token; the product may have padding in addition."""
-        return self.tail.type(self.tail.outputs[0]).shape[-1]
+        return self.tail.output_types[0].shape[-1]
 
 
 def find_head(graph: Graph) -> Head:

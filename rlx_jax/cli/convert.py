@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.cli import command
-from rlx_jax.encode.checkpoint import Checkpoint
-from rlx_jax.encode.gguf_folder import open_model_folder
+from rlx_jax.encode.checkpoint import Checkpoint, open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits

@@ -11,8 +11,7 @@ from typing import Any
 
 from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, sizes_by_name, table
 from rlx_jax.compiler.dumps import FORMATS
-from rlx_jax.encode.checkpoint import Checkpoint
-from rlx_jax.encode.gguf_folder import open_model_folder
+from rlx_jax.encode.checkpoint import Checkpoint, open_model_folder
 from rlx_jax.errors import RequestError, quote, shown
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.text import format_bytes

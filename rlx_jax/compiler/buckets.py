@@ -66,10 +66,6 @@ class Buckets:
     slots: tuple[SlotSizes, ...] = ()
     max_chunk: int | None = None
 
-    def __post_init__(self) -> None:
-        for name in DIMENSIONS:
-            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-
     @cached_property
     def largest_chunk(self) -> int | None:
         """Return the largest bucket for prompts that fits the largest cache, or `max_chunk` if no bucket fits."""

@@ -267,7 +267,7 @@ class HirReflection:
             module.policy,
             tuple((i.input, shape_of(i.type)) for i in graph.inputs),
             tuple((printed_name(program), shape_of(program.type)) for program in programs),
-            tuple(shape_of(graph.type(value)) for value in graph.outputs),
+            tuple(map(shape_of, graph.output_types)),
             tuple(label for _, label in _composites(graph)),
         )
 

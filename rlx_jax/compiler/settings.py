@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks.lora import SCOPES, has_adapters
-from rlx_jax.compiler.buckets import MAX_CHUNK, Buckets
+from rlx_jax.compiler.buckets import DIMENSIONS, MAX_CHUNK, Buckets
 from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
@@ -227,6 +227,7 @@ def settings_for(
         )
     kv_dtype = None if precision.kv == "auto" else as_dtype({"fp8": "f8_e4m3"}.get(precision.kv, precision.kv))
     table = {f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}
+    table |= {name: tuple(sorted({*table[name]})) for name in DIMENSIONS}
     compute = compute_dtype(precision, target, source, keys)
     # Packed weights have no gradient: without adapters they are decoded, so that all weights are trained.
     packed = precision.weights not in ("f32", "bf16") and (
@@ -283,7 +284,7 @@ def _plan(profile: CompileProfile, device: Device, train: bool, packed: bool, co
         products=backend.products,
         experts=backend.experts,
         kernels=backend.kernels != "off" and not train,  # under a gradient their ops run
-        compiler_options=dict(sorted({**default_options, **backend.compiler_options}.items())),
+        compiler_options=dict(sorted((default_options | dict(backend.compiler_options.entries)).items())),
     )
 
 

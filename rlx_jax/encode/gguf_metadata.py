@@ -12,8 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rlx_jax.encode.checkpoint import Checkpoint
-from rlx_jax.encode.gguf_folder import described_folder
+from rlx_jax.encode.checkpoint import Checkpoint, described_folder
 from rlx_jax.errors import RlxError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import CONFIG
 from rlx_jax.models.decoder_config import DecoderConfig

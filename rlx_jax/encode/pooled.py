@@ -30,7 +30,7 @@ def pooled_width(model: CompiledModel, output: str = POOLED) -> int:
     if output not in names:
         user = "embed" if output == POOLED else "logits"
         raise GraphError(f"{model.name}: {user} needs an output {output!r} [batch, width]: emit.output(name, vector)")
-    spec = built.hir.type(built.hir.outputs[names.index(output)])
+    spec = built.hir.output_types[names.index(output)]
     if len(spec.shape) != 2 or not isinstance(spec.shape[1], int):
         raise GraphError(f"{model.name}: the output {output!r} is {spec}; expected [batch, width], its width a number")
     return spec.shape[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rlx_jax.errors import UnsupportedError, listing
-from rlx_jax.generate.request_inputs import declared_inputs
 from rlx_jax.runtime.export_model import ArtifactPlan
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.text.tokenizer import tokenizer_files
@@ -18,7 +17,7 @@ def language_model_plan(lm: Any) -> ArtifactPlan:
         UnsupportedError: requests need other inputs than tokens; or the flow has no key/value cache.
     """
     model, programs = lm.model, lm.model.programs
-    if required := [name for name, d in declared_inputs(model).items() if not d.optional]:
+    if required := [name for name, d in model.request_inputs.items() if not d.optional]:
         raise UnsupportedError(f"{model.name}: export: requests pass {listing(required)}; export lm.model")
     if reason := programs.derivation_error(model.name, "prefill"):
         raise UnsupportedError(f"{model.name}: export: {reason}: export lm.model, the forward program")

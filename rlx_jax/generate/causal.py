@@ -33,7 +33,7 @@ from rlx_jax.generate.request import (
     StreamOptions,
     check_request,
 )
-from rlx_jax.generate.request_inputs import Inputs, declared_inputs
+from rlx_jax.generate.request_inputs import Inputs
 from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items, scored_tokens
@@ -86,7 +86,7 @@ class CausalLM(token_model.TaskModel):
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self.prefix_cache = prefix_cache
-        self._ids_input, self._input_decls = self.model.first_input, declared_inputs(self.model)
+        self._ids_input, self._input_decls = self.model.first_input, self.model.request_inputs
         self._unwarned_captures = self.model.built.captures  # emptied by the first warning, so that it comes once
         self._last_speculative: NewTokens | None = None
         self._last_call: tuple[Request, NewTokens] | RequestReport | None = None

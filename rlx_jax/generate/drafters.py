@@ -296,7 +296,7 @@ def check_module(module: CompiledModel, model: CompiledModel) -> None:
     width, vocab = template.mir.type(template.head.operands[0]).shape[-1], template.head.vocab_size
     inputs = {d.name: d.type for d in module.flow._inputs}
     graph = module.template("forward").mir
-    outputs = {name: graph.type(v) for name, v in zip(graph.output_names, graph.outputs, strict=True)}
+    outputs = dict(zip(graph.output_names, graph.output_types, strict=True))
     fits = (
         list(inputs)[1:] == [HIDDEN] and inputs[HIDDEN].shape[-1:] == (width,)
         and list(outputs) == ["logits", HIDDEN] and outputs["logits"].shape[-1] == vocab

@@ -62,8 +62,8 @@ class GenerateOptions(StreamOptions, total=False):
 class LanguageModel:
     """The part of a `CausalLM` that requests need: its model, tokenizer, limits and special tokens.
 
-    Fields are as in `CausalLM`; `ids_input` is the name of the input of tokens, `inputs` are the result of
-    `declared_inputs`, and `prefixes` are the cached prefixes.
+    Fields are as in `CausalLM`; `ids_input` is the name of the input of tokens, `inputs` are the model's
+    `request_inputs`, and `prefixes` are the cached prefixes.
     """
 
     model: CompiledModel
@@ -154,28 +154,6 @@ class LanguageModel:
             words += [plain, spaced] if len(plain) == len(spaced) and plain[0] != spaced[0] else [plain]
         ids = [tuple(id_list(word, self.vocab_size, f"bad_words[{i}]")) for i, word in enumerate(words)]
         return replace(sampler, bad_words=tuple(dict.fromkeys(ids))) if ids else sampler
-
-    def parse_stop(self, stop: Any, sampler: Sampler) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the strings and the ids that end a row; the ids include the end tokens, if the sampler has no
-        `ignore_eos`.
-
-        Raises:
-            RequestError: `stop` is neither a string, nor an id, nor a list of them; or a string is empty.
-            TokenIdError: the model does not have an id.
-        """
-        if isinstance(stop, np.ndarray | jax.Array) and not isinstance(stop, jax.core.Tracer):
-            stop = read_array("stop", stop).tolist()
-        single = isinstance(stop, str | int | np.integer)
-        if isinstance(stop, bytes | bytearray | Mapping | jax.Array) or not (single or isinstance(stop, Iterable)):
-            raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
-        items = [stop] if single else list(stop)
-        stop_strings = tuple(s for s in items if isinstance(s, str))
-        if not all(stop_strings):
-            raise RequestError("stop: an empty string would end every row at once")
-        if stop_strings:
-            self.require_tokenizer("stop: strings need")
-        ids = id_list([s for s in items if not isinstance(s, str)], self.vocab_size, "stop") if items else []
-        return stop_strings, tuple(sorted({*ids, *(() if sampler.ignore_eos else self.eos_ids)}))
 
 
 class SnapshotPoint(NamedTuple):
@@ -270,7 +248,19 @@ def make_options(
         RequestError, TokenIdError: as `CausalLM.generate`; or the answer must have more tokens than it may have.
     """
     budget = check_integer(f"{where}{name}", max_new_tokens, 0)
-    stop_strings, stop_ids = lm.parse_stop(stop, sampler)
+    if isinstance(stop, np.ndarray | jax.Array) and not isinstance(stop, jax.core.Tracer):
+        stop = read_array("stop", stop).tolist()
+    single = isinstance(stop, str | int | np.integer)
+    if isinstance(stop, bytes | bytearray | Mapping | jax.Array) or not (single or isinstance(stop, Iterable)):
+        raise RequestError(f"stop is {shown(stop)}; expected a string, a token id, or a list of them")
+    items = [stop] if single else list(stop)
+    stop_strings = tuple(s for s in items if isinstance(s, str))
+    if not all(stop_strings):
+        raise RequestError("stop: an empty string would end every row at once")
+    if stop_strings:
+        lm.require_tokenizer("stop: strings need")
+    ids = id_list([s for s in items if not isinstance(s, str)], lm.vocab_size, "stop") if items else []
+    stop_ids = tuple(sorted({*ids, *(() if sampler.ignore_eos else lm.eos_ids)}))
     if sampler.min_tokens > budget:
         text = f"{where}min_tokens is {sampler.min_tokens}, and max_new_tokens is {budget}"
         raise RequestError(f"{text}; pass at most as many")

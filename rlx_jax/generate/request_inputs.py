@@ -60,24 +60,6 @@ class RequestInputs:
 NO_INPUTS = RequestInputs()
 
 
-def declared_inputs(model: CompiledModel) -> dict[str, InputDecl]:
-    """Return the declarations, by name, of the inputs that a request passes in addition to its tokens.
-
-    These are the inputs that some output reads and that have no dimension `seq`; the others are computed from the
-    tokens.
-    """
-    idle = unread_inputs(model) | {model.first_input}
-    return {d.name: d for d in model.flow._inputs if d.name not in idle and "seq" not in d.type.symbols}
-
-
-def unread_inputs(model: CompiledModel) -> frozenset[str]:
-    """Return the names of the inputs that no output reads, neither with all optional inputs nor without them."""
-    optional = frozenset(d.name for d in model.flow._inputs if d.optional)
-    # An optional input can change what is read, so both extremes are traced; without one, once is enough.
-    idle = model.programs.unread_inputs(model.name, frozenset()) - optional
-    return idle & model.programs.unread_inputs(model.name, optional) if idle and optional else idle
-
-
 def check_inputs(
     model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, declarations: Mapping[str, InputDecl]
 ) -> RequestInputs:
@@ -85,7 +67,7 @@ def check_inputs(
 
     Args:
         rows: number of prompts, which every array with a batch axis must have.
-        declarations: the result of `declared_inputs`.
+        declarations: the model's `request_inputs`.
 
     Raises:
         RequestError: an input is missing, the flow has none of that name or reads it with the tokens, or the number of
@@ -98,7 +80,7 @@ def check_inputs(
         if name not in declarations:
             with_tokens = name in (d.name for d in model.flow._inputs)
             reason = "it belongs to the tokens, and the request computes it" if with_tokens else "the flow has none"
-            reason = "none of the outputs reads it" if name in unread_inputs(model) else reason
+            reason = "none of the outputs reads it" if name in model.unread_inputs else reason
             raise RequestError(
                 f"inputs: {quote(name)}: {reason}; a request may pass {listing(declarations) or 'nothing but tokens'}"
                 f"{did_you_mean(str(name), declarations)}"

@@ -12,6 +12,7 @@ value everywhere, so a region may contain them directly. `BodyInput` is an opera
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -58,8 +59,7 @@ class Op:
     """
 
     ids: ClassVar[tuple[int, int, int] | None] = None
-    """(k, table, axis): operand k holds ids that index `axis` of operand `table`. The host checks their range before a
-    call."""
+    """(k, table, axis): operand k holds ids that index `axis` of operand `table`. The host checks their range."""
 
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
     """The allowed values of each attribute that is a name."""
@@ -312,6 +312,11 @@ class Graph:
         """Return the type of a value of this graph."""
         return self.nodes[value.node].types[value.index]
 
+    @functools.cached_property
+    def output_types(self) -> tuple[TensorType, ...]:
+        """Return the type of each output."""
+        return tuple(map(self.type, self.outputs))
+
     def roots(self) -> tuple[Value, ...]:
         """Return all values that must be computed: the outputs and the written state."""
         return (*self.outputs, *(v for _, v in self.writes))
@@ -442,10 +447,7 @@ class Builder:
         values.update({Value(number, i): result for i, result in enumerate(results)})
 
     def boundary(self, role: str, value: Value) -> Value:
-        """Mark a value as the active one of the current block and return the marked value.
-
-        Return the value itself if this builder does not mark blocks.
-        """
+        """Return a value marked as the active one of the block; the value itself if this builder marks no blocks."""
         return self(Boundary(role), value) if self.marks_blocks else value
 
     def truncate(self, length: int) -> None:

@@ -34,7 +34,7 @@ class BodyOp:
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Return the types of the body's outputs."""
-        return tuple(self.body.type(v) for v in self.body.outputs)
+        return self.body.output_types
 
     def eval(self, *arrays: Array) -> tuple[Array, ...]:
         """Run the ops one after the other."""

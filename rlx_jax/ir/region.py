@@ -190,7 +190,7 @@ class Repeat(Op):
         Raises:
             GraphError: the type of a carry changes in the body.
         """
-        results = [self.body.type(v) for v in self.body.outputs]
+        results = self.body.output_types
         for i, (operand, result) in enumerate(zip(operands[: self.carries], results, strict=False)):
             if operand != result:
                 raise GraphError(f"repeat: carry {i} enters a layer as {operand} and leaves it as {result}")

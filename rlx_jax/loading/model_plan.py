@@ -18,8 +18,7 @@ from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import with_target
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import named_device, running_device
-from rlx_jax.encode.checkpoint import Checkpoint
-from rlx_jax.encode.gguf_folder import open_model_folder
+from rlx_jax.encode.checkpoint import Checkpoint, open_model_folder
 from rlx_jax.errors import (
     GraphError,
     RequestError,

@@ -81,8 +81,9 @@ def load(
             threading.Thread(target=start_driver).start()
         import_module("rlx_jax.device").start_device()
     # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
-    with paused_gc():
-        import_module("rlx_jax.public")
+    if "rlx_jax.public" not in sys.modules:
+        with paused_gc():
+            import_module("rlx_jax.public")
     model: Model = import_module("rlx_jax.loading.load").load_path(
         path, revision, token, subfolder, file, dtype, recipe, adapter, head, ignore_fields, expect_sha256,
         prefix_cache, expect, options,

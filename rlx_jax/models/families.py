@@ -45,8 +45,8 @@ from rlx_jax.models.siglip import Siglip2Flow, Siglip2VisionFlow, SiglipVisionFl
 from rlx_jax.models.vision import TextPart, VisionFlow
 from rlx_jax.models.vit import TEACHER, BeitFlow, DeiTFlow, Dinov3Flow, IJepaFlow, ViTMsnFlow
 from rlx_jax.weights.directory import refuse_without_config
-from rlx_jax.weights.overlay import description
 from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.views import description
 
 PAGE = "docs/adding-a-family.md"
 # Weight of how similar the names of two model types are, compared with the share of fields that are read.

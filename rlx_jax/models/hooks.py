@@ -29,9 +29,8 @@ from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.parameters import Init, Parameters, WeightDecl
-from rlx_jax.weights.overlay import can_init_missing
 from rlx_jax.weights.source import WeightSource, short_name
-from rlx_jax.weights.views import suggest_key
+from rlx_jax.weights.views import can_init_missing, suggest_key
 
 Spec = TypeVar("Spec")
 

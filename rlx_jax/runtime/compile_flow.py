@@ -194,7 +194,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
         try:
             load_ahead(programs, pool)
             for model in models.values():
-                model.compile_if_static()
+                compile_if_static(model)
             params, seconds = loading.result()
         except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
             cancelled.set()
@@ -212,6 +212,13 @@ def load_ahead(programs: Programs, pool: Executor) -> None:
         programs.first = FirstPrograms(content, pool)
         for key in programs.first.templates:
             programs.template(key)
+
+
+def compile_if_static(model: CompiledModel) -> None:
+    """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
+    inputs, sizes = model.template().mir.inputs, model.flow._binding
+    if model.program in ("forward", "explicit") and all(i.type.symbols <= sizes.keys() for i in inputs):
+        model.lower(**{i.input: i.type.bind(sizes).spec for i in inputs})  # type: ignore[arg-type]
 
 
 def load_params(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import Arrays, Executable, Results, StateArrays
+from rlx_jax.compiler.executable import Arrays, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.compiler.pipeline import make_lir, make_template
 from rlx_jax.device import check_device_memory, out_of_memory
@@ -146,7 +146,8 @@ class CompiledModel(ModelProgram):
         """
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.programs.function(key).run(params, state, inputs)
-        executable = self._executable(key, params, state, inputs)
+        self.last_key = key
+        executable = self.programs.executable(key, params, state, inputs)
         description = f"{self.name}: {key.program} of {dict(key.binding)}"
         if executable.is_too_large:
             check_device_memory(executable.peak_bytes, description)
@@ -213,15 +214,8 @@ class CompiledModel(ModelProgram):
     def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
         """Return the lowered `apply(params, *inputs)`, as `jax.jit(f).lower` does; `jax.ShapeDtypeStruct` will do."""
         values, key, arrays = self._bind(inputs, named, state)
-        return self._executable(key, self.param_specs(), arrays, values).lowered
-
-    def _executable(self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays) -> Executable:
-        """Return the executable of `key`, which becomes the last one for `report` and `text`."""
         self.last_key = key
-        # Checked before a compile alone: for a compiled program, `_explain` finds a wrong parameter if the call fails.
-        if key not in self.programs.executables:
-            check_params(params, self.param_specs())
-        return self.programs.executable(key, params, state, inputs)
+        return self.programs.executable(key, self.param_specs(), arrays, values).lowered
 
     def _result(self, results: Results, key: ProgramKey) -> Any:
         """Return the results of a program as users get them: an array or a dict, and the state if there is one."""
@@ -229,12 +223,6 @@ class CompiledModel(ModelProgram):
         names = self._template(key.optional_inputs).mir.output_names
         result = outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
         return (result, as_state(state)) if state else result
-
-    def compile_if_static(self) -> None:
-        """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
-        inputs, sizes = self._template().mir.inputs, self.flow._binding
-        if self.program in ("forward", "explicit") and all(i.type.symbols <= sizes.keys() for i in inputs):
-            self.lower(**{i.input: i.type.bind(sizes).spec for i in inputs})  # type: ignore[arg-type]
 
     # -- parameters --------------------------------------------------------------------------
 

@@ -236,6 +236,24 @@ class ModelProgram:
         return self.programs.first_input(self.name)
 
     @property
+    def unread_inputs(self) -> frozenset[str]:
+        """Return the inputs of the flow that no output reads, neither with all optional inputs nor without them."""
+        optional = frozenset(d.name for d in self.flow._inputs if d.optional)
+        # An optional input can change what is read, so both extremes are traced; without one, once is enough.
+        unread = self.programs.unread_inputs(self.name, frozenset()) - optional
+        return unread & self.programs.unread_inputs(self.name, optional) if unread and optional else unread
+
+    @property
+    def request_inputs(self) -> dict[str, InputDecl]:
+        """Return the declarations, by name, of the inputs that a request passes in addition to its tokens.
+
+        These are the inputs that some output reads and that have no dimension `seq`; the others are computed from the
+        tokens.
+        """
+        others = self.unread_inputs | {self.first_input}
+        return {d.name: d for d in self.flow._inputs if d.name not in others and "seq" not in d.type.symbols}
+
+    @property
     def flow(self) -> Buildable:
         """Return the flow that was compiled."""
         return self.programs.flows[self.name]

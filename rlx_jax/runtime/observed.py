@@ -154,7 +154,7 @@ def _run_cached(
         values, state = extend(tokens[:, i : i + 1], lengths=np.ones(rows, np.int32), state=state)
         parts.append(values)
     mir = (prefill if program == "prefill" else extend).template().mir
-    axes = {name: [*map(str, mir.type(v).shape)] for name, v in zip(mir.output_names, mir.outputs, strict=True)}
+    axes = {name: [*map(str, t.shape)] for name, t in zip(mir.output_names, mir.output_types, strict=True)}
     # A value over the slots of the cache, such as a mask, corresponds to none of the forward program.
     return {
         name: _join([to_host(part[name]) for part in parts], shape.index("seq")) if "seq" in shape

@@ -50,6 +50,7 @@ from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.lru import LruCache
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import MAX_TEMPLATES, Buildable, Built
+from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.program_key import ProgramKey, recompile_reason
@@ -245,6 +246,8 @@ class Programs:
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
     ) -> Callable[[], Executable]:
         """Trace a program, and return a function that compiles it or loads it, which may run in another thread."""
+        # Checked before a compile alone: a call of a compiled program looks for a wrong parameter once it has failed.
+        check_params(params, {name: t.spec for name, t in self.layout.types().items()})
         self.check_compiled(key)
         if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
             warnings.warn(f"{reason}; compiling it", errors.RlxWarning, stacklevel=2)

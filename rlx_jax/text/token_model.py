@@ -88,7 +88,7 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
             f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], one for each row of the "
             f"embedding; got width {width}"
         )
-    dtype = built.hir.type(built.hir.outputs[0]).dtype
+    dtype = built.hir.output_types[0].dtype
     if not is_float(dtype):
         raise errors.DTypeError(
             f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}"

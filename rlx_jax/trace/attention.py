@@ -392,7 +392,7 @@ class AttentionBuilders(Control[V]):
         position_types = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
         captures: dict[Value, int] = {}
         body, _ = self._trace("bias", fn, position_types, captures)
-        types = [body.type(v) for v in body.outputs]
+        types = body.output_types
         sizes = (heads, *position_types[0].shape[:1], *position_types[1].shape[1:])
         fits = len(types) == 1 and is_float(types[0].dtype) and types[0].rank <= 3
         if not fits or any(dim not in (1, size) for dim, size in zip(types[0].shape[::-1], sizes[::-1], strict=False)):

@@ -98,7 +98,7 @@ class Control(Images[V]):
         traced = [self._trace("switch", fn, types, captures) for fn in branches]
         if not traced:
             raise GraphError(f"{self.path}: switch: there are no branches")
-        results = [tuple(map(str, (graph.type(v) for v in graph.outputs))) for graph, _ in traced]
+        results = [tuple(map(str, graph.output_types)) for graph, _ in traced]
         forms = dict.fromkeys(leaf_paths(form) for _, form in traced)
         if len(set(results)) > 1 or len(forms) > 1:
             type_texts = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
@@ -141,8 +141,8 @@ class Control(Images[V]):
 
         `forms` are the structures of what it takes and returns.
         """
-        out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - num_extra]]
-        if out_types != list(types):
+        out_types = body.output_types[: len(body.outputs) - num_extra]
+        if out_types != tuple(types):
             enter, leave = (", ".join(map(str, t)) for t in (types, out_types))
             raise ShapeError(
                 f"{self.path}: {op_name}: a step takes ({enter}) and returns ({leave}); it must return values "
@@ -216,7 +216,7 @@ class Control(Images[V]):
             if is_number(value):
                 raise GraphError(f"{self.path}: custom_vjp takes values, got {shown(value)}")
         forward, form = self._trace("custom_vjp", fun, types, None)
-        out_types = [forward.type(v) for v in forward.outputs]
+        out_types = forward.output_types
         backward, _ = self._trace("custom_vjp", bwd, [*types, *out_types, *out_types], None)
         return jax.tree.unflatten(form, self.add_all(CustomVjp(forward, backward), *operands))
 

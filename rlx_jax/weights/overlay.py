@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
 from rlx_jax.errors import WeightError, listing
-from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.views import MarkedSource, ReadingView, RenamedSource, close
@@ -48,24 +46,6 @@ class OverlaySource(ReadingView):
     def _at(self, key: str) -> tuple[WeightSource, str]:
         """Return the source that has the key; `source` if neither does, which then raises the error."""
         return self.extra if self.extra.has(key) else self.source, key
-
-
-def can_init_missing(source: Any) -> bool:
-    """Whether missing weights are to be initialized: the source, or one that it wraps, is marked `incomplete`."""
-    is_incomplete = isinstance(source, MarkedSource) and source.mark == "incomplete"
-    return is_incomplete or (hasattr(source, "source") and can_init_missing(source.source))
-
-
-def description(source: WeightSource) -> Hashable:
-    """Return what the graph of a flow depends on: keys, types and packing of all weights, and what marks the source."""
-    specs = [(key, source.spec(key)) for key in source.keys()]
-    weights = tuple(
-        (key, spec.shape, spec.dtype.name, spec.scheme, *(spec.arrays or {}).items())
-        if isinstance(spec, PackedSpec)
-        else (key, spec.shape, spec.dtype.name)
-        for key, spec in specs
-    )
-    return weights, can_init_missing(source), shapes_only(source)
 
 
 def combine_sources(source: WeightSource | None, extra: WeightSource | None) -> WeightSource | None:

@@ -5,7 +5,7 @@ A view forwards every method that it does not override to its source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Literal, Self, TypeGuard, TypeVar
 
 import numpy as np
@@ -13,8 +13,8 @@ import numpy as np
 from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.io.ggml import BlockArrays
 from rlx_jax.ir.boxes import Box
-from rlx_jax.ir.packed import WeightSpec
-from rlx_jax.ir.weight_reads import WeightSource, is_decoded
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.weight_reads import WeightSource, is_decoded, shapes_only
 
 T = TypeVar("T")
 HostArray = np.ndarray[Any, Any]
@@ -242,3 +242,21 @@ class MarkedSource(ReadingView):
     def __init__(self, source: WeightSource, mark: Literal["incomplete", "fallback", "replace"]) -> None:
         super().__init__(source)
         self.mark = mark
+
+
+def can_init_missing(source: Any) -> bool:
+    """Whether missing weights are to be initialized: the source, or one that it wraps, is marked `incomplete`."""
+    is_incomplete = isinstance(source, MarkedSource) and source.mark == "incomplete"
+    return is_incomplete or (hasattr(source, "source") and can_init_missing(source.source))
+
+
+def description(source: WeightSource) -> Hashable:
+    """Return what the graph of a flow depends on: keys, types and packing of all weights, and what marks the source."""
+    specs = [(key, source.spec(key)) for key in source.keys()]
+    weights = tuple(
+        (key, spec.shape, spec.dtype.name, spec.scheme, *(spec.arrays or {}).items())
+        if isinstance(spec, PackedSpec)
+        else (key, spec.shape, spec.dtype.name)
+        for key, spec in specs
+    )
+    return weights, can_init_missing(source), shapes_only(source)

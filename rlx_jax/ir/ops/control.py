@@ -147,7 +147,7 @@ class While(Mir):
 
     def check(self, *operands: TensorType) -> None:
         _check_body_operands(self, (self.cond, self.body), operands)
-        results = [self.cond.type(v) for v in self.cond.outputs]
+        results = self.cond.output_types
         if len(results) != 1 or results[0].rank or results[0].dtype != jnp.bool_:
             raise ShapeError(f"while: the condition returns one bool of rank 0, got {', '.join(map(str, results))}")
         if not 1 <= self.carries <= len(operands) or len(self.body.outputs) != self.carries:
@@ -227,7 +227,7 @@ class CustomVjp(Mir):
 
     def check(self, *operands: TensorType) -> None:
         _check_body_operands(self, (self.forward,), operands)
-        out = [self.forward.type(v) for v in self.forward.outputs]
+        out = self.forward.output_types
         _check_body_operands(self, (self.backward,), (*operands, *out, *out))
         if len(self.backward.outputs) != len(operands):
             raise wrong_arity("the backward of custom_vjp", f"{len(operands)} gradients", len(self.backward.outputs))
@@ -270,7 +270,7 @@ class PairBias(Mir):
 
     def check(self, *operands: TensorType) -> None:
         _check_body_operands(self, (self.body,), operands)
-        if len(self.body.outputs) != 1 or self.body.type(self.body.outputs[0]).rank > 3:
+        if len(self.body.outputs) != 1 or self.body.output_types[0].rank > 3:
             raise ShapeError("pair_bias: the body returns one value, [N, S, T] or fewer axes")
 
     def eval(self, rows: Array, slots: Array, *arguments: Array) -> Array:
