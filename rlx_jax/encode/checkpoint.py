@@ -260,8 +260,7 @@ def open_model_folder(
         RequestError: `file` is not the name of a GGUF file, or `path` is itself a file.
         Others: as `open_folder` and `open_gguf`.
     """
-    is_directory = not isinstance(path, str | os.PathLike) or os.path.isdir(path)
-    is_file = not is_directory and Gguf().detect(os.fspath(path))
+    is_file = isinstance(path, str | os.PathLike) and not os.path.isdir(path) and Gguf().detect(os.fspath(path))
     if not is_file and file is None:
         return open_folder(path, revision, token, progress, subfolder)
     if is_file:
