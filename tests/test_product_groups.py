@@ -415,7 +415,8 @@ def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.clear_cache()
     for name in ("barrier_arrive", "barrier_wait"):
         monkeypatch.setattr(f"jax.experimental.pallas.mosaic_gpu.{name}", lambda _: None)
-    with pytest.raises(AssertionError, match="RACE"):
+    # The interpreter of jax 0.12 raises, that of 0.11 prints.
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match="RACE"):
         test_the_kernel_of_several_rows("", 3)
     kernel.clear_cache()
 

@@ -32,7 +32,7 @@ from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, HeadRow
 from rlx_jax.lowering.lir.head_layouts import HeadLayouts, half_layout, sum_layout
 from rlx_jax.lowering.lir.head_sums import LOWEST, attend, attend_tiles, combine, scaled, warp_sums
 from rlx_jax.lowering.lir.head_tiles import query_layout
-from rlx_jax.lowering.lir.mosaic import WARPS, load, pl, plgpu, run_kernel
+from rlx_jax.lowering.lir.mosaic import WARPS, load, pl, plgpu, run_kernel, store
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
@@ -103,14 +103,18 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
         size = 4 if count <= 4 else MAX_ROWS
         queries = load(buffers.at[pl.ds(0, size), 1], query_layout(size))
         sums = attend_tiles(spec, step, blocks, ahead, queries, interpret)
-        totals_ref[0, :, warps], totals_ref[1, :, warps], sums_ref[0, :, warps] = sums
+        parts = totals_ref.at[0, :, warps], totals_ref.at[1, :, warps], sums_ref.at[0, :, warps]
+        for ref, part in zip(parts, sums, strict=True):
+            store(ref, part)
     else:
         queries = [head_of(spec, buffers, i) for i in range(count)]
         for i, (peaks, totals, values) in enumerate(attend(spec, step, blocks, ahead, queries)):
-            totals_ref[0, i, warps], totals_ref[1, i, warps] = peaks, totals
+            store(totals_ref.at[0, i, warps], peaks)
+            store(totals_ref.at[1, i, warps], totals)
             # In two parts of bf16: a lane can store 8 of them, but not 8 of f32.
-            sums_ref[0, i, warps] = high = values.astype(jnp.bfloat16)
-            sums_ref[1, i, warps] = (values - high.astype(jnp.float32)).astype(jnp.bfloat16)
+            high = values.astype(jnp.bfloat16)
+            store(sums_ref.at[0, i, warps], high)
+            store(sums_ref.at[1, i, warps], (values - high.astype(jnp.float32)).astype(jnp.bfloat16))
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.done)
     plgpu.barrier_wait(refs.done)
@@ -133,7 +137,7 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
         for i, ref in enumerate(caches):
             place = step.slot // spec.warp_keys, lax.rem(step.slot, spec.warp_keys)
             head = load(buffers.at[count + i, 1], HeadLayouts.of(spec.width).columns, optimized=True)
-            ref[*place, pl.ds(kv_head * spec.width, spec.width)] = head.astype(ref.dtype)
+            store(ref.at[*place, pl.ds(kv_head * spec.width, spec.width)], head.astype(ref.dtype))
 
 
 def head_of(spec: AttentionKernel, buffers: Any, number: Any, layout: Any = None) -> AnyArray:
@@ -157,11 +161,11 @@ def write_result(
 
     peak, total, values = parts
     if spec.splits == 1:
-        out_ref[pl.ds(head * spec.width, spec.width)] = (values / total).astype(out_ref.dtype)
+        store(out_ref.at[pl.ds(head * spec.width, spec.width)], (values / total).astype(out_ref.dtype))
         return
     for i, part in enumerate((peak, total, values)):
         row = part if i == 2 else jnp.broadcast_to(part, (spec.width,))
-        out_ref[split, head, i] = plgpu.layout_cast(row, sum_layout(spec.width))
+        store(out_ref.at[split, head, i], plgpu.layout_cast(row, sum_layout(spec.width)))
 
 
 def scratch_of_heads(spec: AttentionKernel, dtype: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.attention_groups import HeadSource, find_heads, head_row
 from rlx_jax.lowering.lir.attention_step import HeadRow
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, HeadLayouts
-from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, run_kernel
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, run_kernel, store
 from rlx_jax.lowering.mir.small import dce
 
 AnyArray = Any
@@ -115,8 +115,8 @@ def rotate_heads(row: HeadRow, tokens: int, heads: int, operands: list[AnyArray]
             y = trace(y, *others, axis=2)[0].astype(jnp.float32)
             a, b = y[:, :, :half], y[:, :, half:]
             target = refs.out.at[own, pl.ds(head, at_once)]
-            target[:, :, :half] = (a * cos - b * sin).astype(x.dtype)
-            target[:, :, half:] = (b * cos + a * sin).astype(x.dtype)
+            store(target.at[:, :, :half], (a * cos - b * sin).astype(x.dtype))
+            store(target.at[:, :, half:], (b * cos + a * sin).astype(x.dtype))
 
     out = jax.ShapeDtypeStruct((tokens, heads, width), x.dtype)
     inputs = {"x": x, "others": [operands[i].reshape(width) for i in row.operands], "tables": tables}

@@ -22,7 +22,7 @@ from jax import lax
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, plgpu, run_kernel, tiled
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, load, pl, plgpu, run_kernel, store, tiled
 from rlx_jax.lowering.lir.packed_matvec import PackedTiles, PackedTiling
 
 AnyArray = Any
@@ -278,7 +278,7 @@ def run_program(spec: Matvec, refs: Any, tiles: WeightTiles | PackedTiles) -> No
 
         @pl.when(refs.program == 0)
         def _(ref: Any = ref, row: AnyArray = row) -> None:
-            ref[...] = row
+            store(ref, row)
 
     only_x = tiles.load_x(0) if t.chunks == 1 else None
 
@@ -291,7 +291,7 @@ def run_program(spec: Matvec, refs: Any, tiles: WeightTiles | PackedTiles) -> No
         sums = sums if stored is None else [y * jnp.broadcast_to(stored[0], y.shape) for y in sums]
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
         for ref, y in zip(refs.results, results, strict=True):
-            ref[out_rows] = y
+            store(ref.at[out_rows], y)
         return begun
 
     lax.fori_loop(0, refs.last - refs.first, multiply, begun)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
-    "LANES", "WARPS", "LazyModule", "await_slot", "copies", "flipped", "load", "pl", "plgpu", "run_kernel", "tiled",
-    "transforms",
+    "LANES", "WARPS", "LazyModule", "await_slot", "copies", "flipped", "load", "pl", "plgpu", "run_kernel", "store",
+    "tiled", "transforms",
 ]  # fmt: skip
 
 # Warps of a warpgroup, and lanes of a warp.
@@ -81,6 +81,18 @@ def run_kernel(
 def load(ref: Any, layout: Any, optimized: bool = False) -> Any:
     """Return the values of a reference in a layout, by `plgpu.load`, which jax 0.10 declares otherwise."""
     return cast(Any, plgpu.load)(ref, layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: Any) -> None:
+    """Write values to a reference in any layout.
+
+    From jax 0.12 on, an assignment refuses layouts with fewer than 4 bytes a thread or with bank conflicts. jax 0.11
+    accepts them, and has no `plgpu.store`.
+    """
+    if hasattr(plgpu, "store"):
+        cast(Any, plgpu).store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def await_slot(used: Any, slots: int, step: Any) -> None:

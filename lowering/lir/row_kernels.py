@@ -18,7 +18,7 @@ from jax import lax
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.mosaic import flipped, load, pl, plgpu, run_kernel, tiled
+from rlx_jax.lowering.lir.mosaic import flipped, load, pl, plgpu, run_kernel, store, tiled
 from rlx_jax.lowering.lir.recurrent import MAX_TAPS, STATE_COLUMNS, one_token
 
 AnyArray = Any
@@ -70,8 +70,8 @@ def update_states(
         old = old * jnp.exp(refs.g[b, h].astype(jnp.float32))
         change = refs.beta[b, h].astype(jnp.float32) * (value - (old * key).sum(axis=0))
         new = old + key * spread(change, broadcast_dimensions=(1,))
-        refs.state[b, h, :, columns] = new
-        refs.out[b, h, columns] = (scale * (new * query).sum(axis=0)).astype(v.dtype)
+        store(refs.state.at[b, h, :, columns], new)
+        store(refs.out.at[b, h, columns], (scale * (new * query).sum(axis=0)).astype(v.dtype))
 
     ref = jax.new_ref(state)
     (out,) = run_kernel(
@@ -187,8 +187,8 @@ def select(count: int, rows: AnyArray, interpret: Any = None) -> list[AnyArray]:
             top = keys.max(axis=1)
             first = jnp.where(keys == spread(top), left, 0).max(axis=1)
             keys = jnp.where(left == spread(first), chosen, keys)
-            refs.values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
-            refs.ids[own, i] = size - first
+            store(refs.values.at[own, i], lax.bitcast_convert_type(flipped(top), jnp.float32))
+            store(refs.ids.at[own, i], size - first)
 
     results: list[AnyArray] = run_kernel(
         body, {"x": rows},

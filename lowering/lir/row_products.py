@@ -19,7 +19,7 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import Matvec, run_tiles, sum_chunks
-from rlx_jax.lowering.lir.mosaic import WARPS, copies, load, pl, plgpu, tiled
+from rlx_jax.lowering.lir.mosaic import WARPS, copies, load, pl, plgpu, store, tiled
 from rlx_jax.lowering.lir.packed_matvec import read_ahead
 from rlx_jax.lowering.lir.row_instructions import COLUMNS, GROUP, TILE_ROWS, factor_layout, product
 
@@ -262,7 +262,7 @@ def run_program(spec: Matvec, tiles: RowTiles, refs: Any, has_ops: bool) -> None
                 return y.astype(spec.product_dtype)
 
             for ref, y in zip(refs.results, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
-                ref[:, tile_rows] = y
+                store(ref.at[:, tile_rows], y)
 
         return begun
 
