@@ -13,8 +13,12 @@ import sys
 from collections.abc import Mapping
 
 CLEARED = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|JAX|XLA|XDG|LC|RLX_JAX)_\w+|LANG|LANGUAGE|PYTHONDONTWRITEBYTECODE")
-# Nothing goes into ~/.cache. XLA's threads: those of a kernel in Mosaic's interpreter wait for each other.
-DEFAULTS = {"JAX_PLATFORMS": "cpu", "LANG": "C.UTF-8", "RLX_JAX_CACHE": "off", "NPROC": "16"}
+# Nothing goes into ~/.cache. XLA's threads: those of a kernel in Mosaic's interpreter wait for each other. Several
+# processes share the memory of a GPU.
+DEFAULTS = {
+    "JAX_PLATFORMS": "cpu", "LANG": "C.UTF-8", "RLX_JAX_CACHE": "off", "NPROC": "16",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}  # fmt: skip
 
 
 def environment_of_tests(environment: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.lir.product_groups import NOT_BY_ROWS, GroupKey, group_products, kernel_of, run_group, struct
-from rlx_jax.lowering.lir.row_products import multiply_rows
+from rlx_jax.lowering.lir.row_products import least_groups, multiply_rows
 from rlx_jax.runtime.program_key import ProgramKey
 from tests.interpreter import interpreted, needs_mosaic
 from tests.oracles.packed import random_arrays
@@ -379,7 +379,7 @@ def test_rows_of_many_tiles(columns: int) -> None:
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", ["", *PACKED[:1], pytest.param("gguf_q4k", marks=pytest.mark.slow), *PACKED[2:]])
 def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
-    """In Mosaic's interpreter it equals `eval` of the decoded weight, by two and four warpgroups, in several tiles."""
+    """In Mosaic's interpreter it equals `eval` of the decoded weight, by several warpgroups, in several tiles."""
     b, rng, columns = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3), 2048
     x, weight = TensorType((rows, 1, columns), BF16), TensorType((64, columns), BF16)
     key = Key("w", type=weight)
@@ -400,8 +400,9 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     (want,) = group.eval(row, gamma, decoded, residual)
     nodes = tuple((n.op, n.inputs, n.types) for n in group.body.nodes)
     spec = kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows, scheme))
-    for groups in (2, 4):
-        tiling = replace(spec.tiling, warpgroups=groups, programs=1, tile_groups=16)
+    tile_groups = least_groups(scheme) if scheme == "gguf_q4k" else 16
+    for warpgroups in (32 // tile_groups, 64 // tile_groups):
+        tiling = replace(spec.tiling, warpgroups=warpgroups, programs=1, tile_groups=tile_groups)
         operands = [row.reshape(rows, -1), gamma], [residual.reshape(rows, -1)]
         (found,) = interpreted(multiply_rows, replace(spec, tiling=tiling), arrays, *operands)
         scale = float(jnp.abs(want).max())
@@ -413,6 +414,7 @@ def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the barriers of its warpgroups, the kernel reads sums and rows that another one may not have written."""
     kernel: Any = multiply_rows
     kernel.clear_cache()
+    monkeypatch.setattr("tests.interpreter.gpu", lambda: None)
     for name in ("barrier_arrive", "barrier_wait"):
         monkeypatch.setattr(f"jax.experimental.pallas.mosaic_gpu.{name}", lambda _: None)
     # The interpreter of jax 0.12 raises, that of 0.11 prints.

@@ -136,6 +136,12 @@ def result_layout(count: int) -> Any:
     return tiled(tiles, (*copies(MAX_ROWS // count), *warps), (-3, -2))
 
 
+def least_groups(scheme: str) -> int:
+    """Return the least groups of a tile: each warp has whole blocks of the weight, and two groups or more."""
+    block = SCHEMES[scheme].block if scheme else None
+    return WARPS * max((block or GROUP) // GROUP, 2)
+
+
 def find_rows_tiling(rows: int, columns: int, parts: int, scheme: str, count: int) -> RowsTiling | None:
     """Return the tiling of a weight, or None if its sizes do not divide, or the kernel does not have its scheme.
 
@@ -146,11 +152,8 @@ def find_rows_tiling(rows: int, columns: int, parts: int, scheme: str, count: in
     """
     if scheme not in VECTORS or rows % (parts * TILE_ROWS) or columns % GROUP:
         return None
-    packing = SCHEMES[scheme] if scheme else None
-    bits = packing.codes[0].bits if packing else 16
-    unit = max((packing.block or GROUP) // GROUP if packing else 1, 2)
-    groups = columns // GROUP
-    least = WARPS * unit
+    bits = SCHEMES[scheme].codes[0].bits if scheme else 16
+    groups, least = columns // GROUP, least_groups(scheme)
     most = max(least, MAX_GROUPS * (2 if bits == 4 else 1) // parts)
     part_rows = rows // parts
     padded = next(n for n in (2, 4, 8) if n >= count)
@@ -286,7 +289,7 @@ def multiply_rows(
         the results of the epilogue, of the shape of an operand.
     """
     t = spec.tiling
-    assert isinstance(t, RowsTiling)
+    assert isinstance(t, RowsTiling) and t.tile_groups % least_groups(t.scheme) == 0
     num_rows = max(len(row) for row in rows if row.ndim > 1)
 
     def padded(a: AnyArray) -> AnyArray:
