@@ -88,7 +88,7 @@ def build(
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
     if scheme in METHODS:
         return with_method(scheme, config, weights, profile)
-    stored = sum(getattr(value, "data", value).nbytes for value in weights.values())
+    stored = sum((v if isinstance(v, np.ndarray) else v.data).nbytes for v in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
