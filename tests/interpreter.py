@@ -3,7 +3,7 @@
 Where JAX also has a GPU, kernels are compiled for it, and all else runs on the CPU as it does elsewhere:
 
     RLX_TEST_KEEP_ENV=JAX_PLATFORMS JAX_PLATFORMS=cpu,cuda \\
-        python -m pytest -n 3 -m "slow or not slow" $(grep -l "import interpreted" tests/test_*.py)
+        python -m pytest -p no:benchmark -n 3 -m "slow or not slow" $(grep -l "import interpreted" tests/test_*.py)
 """
 
 import contextlib

@@ -12,6 +12,8 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import jax
+
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Graph, Mir, Node, Param, StateRead, Value
@@ -303,6 +305,10 @@ class Layout:
     def types(self) -> dict[str, TensorType]:
         """Return the type of every parameter by name."""
         return {name: program.type for name, program in self.params.items()}
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shape and dtype of every parameter by name."""
+        return {name: program.type.spec for name, program in self.params.items()}
 
     def packed(self) -> dict[str, tuple[str, int]]:
         """Return the scheme, and the bytes of all arrays, of each packed parameter by name."""

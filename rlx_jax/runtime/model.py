@@ -258,7 +258,7 @@ class CompiledModel(ModelProgram):
 
     def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every parameter, by name."""
-        return {name: t.spec for name, t in self.programs.layout.types().items()}
+        return self.programs.layout.specs()
 
     def weights(self, params: Arrays | None = None) -> dict[str, jax.Array]:
         """Return the parameters by checkpoint key, in the shapes and dtypes of the checkpoint.

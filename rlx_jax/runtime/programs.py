@@ -247,7 +247,7 @@ class Programs:
     ) -> Callable[[], Executable]:
         """Trace a program, and return a function that compiles it or loads it, which may run in another thread."""
         # Checked before a compile alone: a call of a compiled program looks for a wrong parameter once it has failed.
-        check_params(params, {name: t.spec for name, t in self.layout.types().items()})
+        check_params(params, self.layout.specs())
         self.check_compiled(key)
         if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
             warnings.warn(f"{reason}; compiling it", errors.RlxWarning, stacklevel=2)

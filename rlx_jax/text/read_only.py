@@ -1,4 +1,4 @@
-"""This module defines `ReadOnlyDict`, for tables of an object that several models share."""
+"""Tables of an object that several models share, which refuse edits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReadOnlyDict(dict[K, V]):
 
     Args:
         entries: the entries, which are copied.
-        advice: what the error says when an edit is tried.
+        advice: the message of the error that an edit raises.
     """
 
     advice: str
@@ -37,8 +37,8 @@ def freeze_tables(owner: Any, place: str, *names: str) -> None:
 
     Args:
         owner: the instance.
-        place: where users have it, for the error of an edit.
-        names: the fields with the tables.
+        place: how users refer to it, in the message.
+        names: the fields that hold tables.
     """
     for name in names:
         advice = f"{name} is read-only: {place} = dataclasses.replace({place}, {name}={{…}}) changes it"
