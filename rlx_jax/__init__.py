@@ -48,4 +48,4 @@ else:
 
 def __dir__() -> list[str]:
     """Return the public names: neither helpers of this file nor submodules that happen to be imported."""
-    return [*__all__, "__version__"]
+    return [*__all__]

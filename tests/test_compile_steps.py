@@ -19,7 +19,7 @@ from rlx_jax.errors import (
     LimitError,
     ProfileError,
     RequestError,
-    RlxCacheWarning,
+    RlxWarning,
     UnsupportedError,
 )
 from rlx_jax.lowering.inspect.buffers import dump_lir
@@ -255,7 +255,7 @@ def test_planned_programs_on_disk(tmp_path: Path) -> None:
         cache.compile_hir_cached("m", module(), pipeline)
     for path in tmp_path.glob("*.entry"):
         path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
-    with pytest.warns(RlxCacheWarning, match="made again"):
+    with pytest.warns(RlxWarning, match="made again"):
         assert cache.get_lir("a", "source") is None
     with pytest.raises(LimitError):
         rlx.AotCache(tmp_path, max_bytes=10).put_lir("a", lir)

@@ -106,6 +106,10 @@ class BufferPlan:
         """Return the slot of a value; None for leaves, views and symbolic sizes."""
         return next((s for s in self.slots if s.life.value == value and not s.life.workspace), None)
 
+    def nodes_in_phase(self, phase: str) -> tuple[int, ...]:
+        """Return the numbers of the nodes in a phase: `prologue`, `steady` or `epilogue`."""
+        return tuple(number for number, name in enumerate(self.phases) if name == phase)
+
 
 def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False, alignment: int = ALIGNMENT) -> BufferPlan:
     """Compute the buffer plan of a MIR graph.
@@ -305,7 +309,7 @@ def dump_lir(lir: Lir) -> str:
         f"  schedule: {len(lir.planned_graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",
         *_table(buffers),
-        *(f"  {phase}: {_numbers(tuple(i for i, p in enumerate(buffers.phases) if p == phase))}" for phase in PHASES),
+        *(f"  {phase}: {_numbers(buffers.nodes_in_phase(phase))}" for phase in PHASES),
         *(f"  {name}: {_named(pairs)}" for name, pairs in buffers.io.items()),
         "--- mir ---",
         dump_graph(lir.planned_graph),
