@@ -26,7 +26,7 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir import implementations
 from rlx_jax.lowering.lir.attention_groups import group_attention
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, with_reference
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import find_tiling
 from rlx_jax.lowering.lir.packed import PackedWeight
@@ -426,7 +426,7 @@ def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_mosaic
 @pytest.mark.parametrize(("name", "kind"), [("matvec", KernelGroup), ("decode_attention", AttentionGroup)])
 def test_gradients_and_batches_of_a_group_run_its_ops(name: str, kind: Any) -> None:
-    """Mosaic has neither of a kernel."""
+    """Mosaic has neither of a kernel. Forward mode too; and such programs lower for a GPU."""
     lir, _ = decode_step("llama", context=64)
     grouped, rng = group_products(group_attention(lir.graph, TypeCache()), TypeCache()), np.random.default_rng(0)
     group = next(op for node in grouped.nodes if isinstance(op := node.op, kind))
@@ -435,13 +435,19 @@ def test_gradients_and_batches_of_a_group_run_its_ops(name: str, kind: Any) -> N
     arrays = [jnp.ones(s, d) if d == np.int32 else jnp.asarray(rng.normal(size=s), d) for s, d in shapes]
     floats = [i for i, (_, dtype) in enumerate(shapes) if dtype == BF16]
 
-    def results(run: Any) -> Any:
+    def results(run: Any, arrays: Any) -> Any:
         slopes = jax.grad(lambda *a: sum(jnp.sum(r.astype(jnp.float32)) for r in run(*a)), floats)(*arrays)
-        return slopes, jax.vmap(run)(*(jnp.stack([a, a]) for a in arrays))
+        moved = jax.jvp(lambda a: run(a, *arrays[1:]), arrays[:1], arrays[:1])
+        return slopes, moved, jax.vmap(run)(*(jnp.stack([a, a]) for a in arrays))
 
-    jax.tree.map(
-        np.testing.assert_array_equal, *map(results, (functools.partial(IMPLEMENTATIONS[name], group), group.eval))
-    )
+    def zeros(op: Any, *arrays: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, op.eval(*arrays))
+
+    other = functools.partial(with_reference(lambda op, *arrays: op.eval(*arrays))(zeros), group)
+    jax.tree.map(np.testing.assert_array_equal, results(other, arrays), results(group.eval, arrays))
+    assert not any(jnp.any(result) for result in other(*arrays))
+    run = functools.partial(IMPLEMENTATIONS[name], group)
+    jax.jit(functools.partial(results, run)).trace(arrays).lower(lowering_platforms=("cuda",))
 
 
 @needs_mosaic

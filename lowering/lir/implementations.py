@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, Param, locate_errors
@@ -200,7 +201,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 
 
 def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a kernel `(op, *arrays)`: under `grad` and `vmap` an equivalent function runs."""
+    """Return a decorator for a kernel `(op, *arrays)`: under `grad`, `jvp` and `vmap` an equivalent function runs."""
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -212,12 +213,23 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
                 results = jax.vmap(plain, axes)(*rows)
                 return results, jax.tree.map(lambda _: True, results)
 
+            def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+                leaves, structure = jax.tree.flatten(primals[1:])  # a packed weight has several
+                moving = {i: t for i, t in enumerate(jax.tree.leaves(tangents[1:])) if type(t) is not SymbolicZero}
+
+                def vary(*values: AnyArray) -> Any:
+                    by_number = dict(zip(moving, values, strict=True))
+                    return plain(*jax.tree.unflatten(structure, [by_number.get(i, a) for i, a in enumerate(leaves)]))
+
+                return jax.jvp(vary, tuple(leaves[i] for i in moving), tuple(moving.values()))
+
             batched = custom_vmap(functools.partial(kernel, op))
             batched.def_vmap(run_rows)
-            # JAX 0.11 cannot compile a kernel of Mosaic GPU within `jax.custom_jvp`.
-            result = jax.custom_vjp(batched)
-            result.defvjp(functools.partial(jax.vjp, plain), lambda backward, cotangents: backward(cotangents))
-            return result(*arrays)
+            # JAX 0.11 cannot compile a kernel that writes to its operands within `jax.custom_jvp`. So the kernel sees
+            # constants, and an identity after it has the derivative.
+            identity = jax.custom_jvp(lambda results, *_: results)
+            identity.defjvp(differentiate, symbolic_zeros=True)
+            return identity(batched(*lax.stop_gradient(arrays)), *arrays)
 
         return run
 
