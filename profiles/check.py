@@ -78,13 +78,11 @@ class Setting:
 
 
 def setting(
-    default: Any, no_effect: Callable[[Any, Any], str], label: str = "", resolved_as: str = "", *,
-    in_hash: bool = True, **others: Any,
-) -> Any:  # fmt: skip
-    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`, and whether the hash of
-    the table depends on it: mappings would take as long to hash as all other settings of a profile."""
+    default: Any, no_effect: Callable[[Any, Any], str], label: str = "", resolved_as: str = "", **others: Any
+) -> Any:
+    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`."""
     row = Setting(default, no_effect, label, resolved_as, **others)
-    return field(default=default, hash=in_hash, metadata={"row": row})
+    return field(default=default, metadata={"row": row})
 
 
 class Table:
@@ -145,7 +143,7 @@ class Options(Mapping[str, Scalar]):
         return _value_texts(self) == _value_texts(other)
 
     def __hash__(self) -> int:
-        return hash(frozenset(_value_texts(self).items()))
+        return hash(frozenset(name for name, _ in self.entries))  # programs compare profiles often: texts are slow
 
     def __repr__(self) -> str:
         return f"Options({dict(self.entries)!r})"

@@ -276,8 +276,9 @@ class Backend(Table):
         so on the CPU; with a fixed number the host thread of a GPU prepares the next call meanwhile
     compiler_options: options of XLA, passed unchanged; they precede the package's own, which are
         `xla_gpu_graph_min_graph_size = 2` for kernels over a mesh, `xla_gpu_enable_triton_gemm = false` in its place
-        from 64 rows on, and `xla_gpu_enable_triton_gemm = false` and `xla_gpu_dot_merger_threshold_mb = 0` for
-        training in bf16 on an H100 or H200, unless `XLA_FLAGS` names the option
+        from 64 rows on, unless kernels multiply packed weights, and `xla_gpu_enable_triton_gemm = false` and
+        `xla_gpu_dot_merger_threshold_mb = 0` for training in bf16 on an H100 or H200, unless `XLA_FLAGS` names the
+        option
     """
 
     PATH: ClassVar[str] = "backend.*"
@@ -296,7 +297,7 @@ class Backend(Table):
     stop_early: bool | Literal["auto"] = setting(
         "auto", effects.needs_generation, "generation loop", "loop", applies_to="serves"
     )
-    compiler_options: Options = setting(Options(), always, "options of XLA", in_hash=False)
+    compiler_options: Options = setting(Options(), always, "options of XLA")
 
 
 @dataclass(frozen=True)

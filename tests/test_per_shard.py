@@ -160,3 +160,6 @@ def test_options_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, want in (({}, no_triton), ({option: 7}, {option: 7, **no_triton})):
         lir = planned(monkeypatch, rows=64, backend={"cuda": {"compiler_options": asked}})
         assert lir.plan.compiler_options == want
+    lir = planned(monkeypatch, rows=64, precision={"weights": "int8"})
+    assert "packed_tiles" in {choice.implementation for choice in lir.plan.choices.values()}
+    assert lir.plan.compiler_options == {option: 2}

@@ -289,7 +289,8 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     grouped = tuple(p.name for p in groupings if p.runs(job))
     if shard is None:
         return Lir(graph, plan, grouped, refusal or step_refusal(settings, job.program))
-    plan = replace(plan, compiler_options=mesh_options(settings, binding.get("batch", 1)))
+    used = {choice.implementation for choice in choices.values()}
+    plan = replace(plan, compiler_options=mesh_options(settings, binding.get("batch", 1), used))
     return Lir(global_graph, plan, grouped, shard=replace(shard, graph=graph))
 
 

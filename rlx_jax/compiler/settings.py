@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -312,10 +312,17 @@ def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Se
     return replace(settings, model_sharding=model_sharding, buckets=buckets, plan=plan)
 
 
-def mesh_options(settings: Settings, rows: int) -> Mapping[str, Any]:
-    """Return the options of XLA for a step of so many rows over a mesh, as the program of one device."""
+def mesh_options(settings: Settings, rows: int, implementations: Collection[str]) -> Mapping[str, Any]:
+    """Return the options of XLA for a step over a mesh, as the program of one device.
+
+    Args:
+        settings: the settings, with the options of programs over a mesh.
+        rows: the rows of the step.
+        implementations: the chosen implementations of its ops.
+    """
     options, backend = settings.plan.compiler_options, getattr(settings.profile.backend, settings.target)
-    if rows < MANY_ROWS:
+    # A kernel multiplies packed weights, which Triton would not divide.
+    if rows < MANY_ROWS or "packed_tiles" in implementations:
         return options
     defaults = MESH_OPTIONS.keys() - backend.compiler_options
     return {**_unnamed(MANY_ROWS_OPTIONS), **{n: value for n, value in options.items() if n not in defaults}}
