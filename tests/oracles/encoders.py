@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, MPNet and NomicBERT: tiny checkpoints, what `transformers` computes from them, and formulas."""
+"""BERT, RoBERTa, MPNet and NomicBERT: tiny checkpoints, and what `transformers` computes from them."""
 
 import importlib
 import json
@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.oracles import hugging_face, numpy_reference
+from tests.oracles import hugging_face
 from tests.oracles.hugging_face import Checkpoint
-from tests.oracles.numpy_reference import ACTIVATIONS, Array, Ids, Weights, layer_norm, linear, rotate, softmax
-from tests.oracles.op_formulas import counted_positions, relative_buckets
 
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 
@@ -84,10 +82,6 @@ CHECKPOINTS: dict[str, dict[str, Checkpoint]] = {
     },
 }  # fmt: skip
 """The recorded checkpoints by directory."""
-
-PADDED = {"roberta", "xlm-roberta", "camembert", "mpnet"}
-"""Families whose positions are counted over what is no padding."""
-
 
 def record(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
     """Write the checkpoint; record last hidden states of three rows, one of which has padding among its tokens.
@@ -179,68 +173,3 @@ def write_tokenizer(directory: Path) -> None:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "pad_token": "<pad>"}
     about |= {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
-
-
-def row(config: dict[str, Any], w: Weights, ids: Ids, **inputs: Any) -> Array:
-    """The last hidden state `[S, H]` of one row of ids; `inputs` as `transformers` names them, each `[S]`."""
-    size, kind = len(ids), config["model_type"]
-    keep = inputs.get("attention_mask", np.ones(size, int))
-    types = inputs.get("token_type_ids", np.zeros(size, int))
-    positions = inputs.get("position_ids")
-    if positions is None:
-        padding = 1 if kind == "mpnet" else config.get("pad_token_id", 1)
-        positions = counted_positions(np.asarray(ids)[None], padding)[0] if kind in PADDED else np.arange(size)
-    lead = next(key for key in w if key.endswith("embeddings.word_embeddings.weight"))
-    lead = lead.removesuffix("embeddings.word_embeddings.weight")
-    w = {key.removeprefix(lead): value for key, value in w.items()}
-    if kind == "mpnet":
-        return mpnet_row(config, w, ids, keep, positions)
-    if kind == "nomic_bert":
-        return nomic_row(config, w, ids, keep, types, positions)
-    return numpy_reference.bert_row(config, w, ids, keep=keep, types=types, positions=positions)
-
-
-def heads_of(q: Array, k: Array, v: Array, heads: int, dropped: Any, bias: Array | float = 0.0) -> Array:
-    """Attention of packed heads `[S, N·D]`; `bias` `[N, S, S]` is added to the scores."""
-    query, key, value = (x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v))
-    scores = query @ key.transpose(0, 2, 1) / np.sqrt(query.shape[-1]) + bias
-    context: Array = softmax(np.where(dropped, -np.inf, scores)) @ value
-    return context.transpose(1, 0, 2).reshape(len(q), -1)
-
-
-def mpnet_row(config: dict[str, Any], w: Weights, ids: Ids, keep: Ids, positions: Ids) -> Array:
-    """MPNet: BERT's layers, and a bias for the distance of every two tokens."""
-    n, eps = config["num_attention_heads"], config["layer_norm_eps"]
-    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][positions]
-    x = layer_norm(w, "embeddings.LayerNorm", x, eps)
-    bias = w["encoder.relative_attention_bias.weight"][relative_buckets(len(ids), 32, 128)].transpose(2, 0, 1)
-    for i in range(config["num_hidden_layers"]):
-        p = f"encoder.layer.{i}"
-        q, k, v = (linear(w, f"{p}.attention.attn.{name}", x) for name in "qkv")
-        attended = linear(w, f"{p}.attention.attn.o", heads_of(q, k, v, n, keep == 0, bias))
-        x = layer_norm(w, f"{p}.attention.LayerNorm", attended + x, eps)
-        inner = ACTIVATIONS[config["hidden_act"]](linear(w, f"{p}.intermediate.dense", x))
-        x = layer_norm(w, f"{p}.output.LayerNorm", linear(w, f"{p}.output.dense", inner) + x, eps)
-    return x
-
-
-def nomic_row(config: dict[str, Any], w: Weights, ids: Ids, keep: Ids, types: Ids, positions: Ids) -> Array:
-    """NomicBERT, from a config in either spelling."""
-    n = config.get("n_head") or config["num_attention_heads"]
-    layers = config.get("n_layer") or config["num_hidden_layers"]
-    eps = config.get("layer_norm_epsilon") or config["layer_norm_eps"]
-    theta = config.get("rotary_emb_base") or config["rope_parameters"]["rope_theta"]
-    activation = ACTIVATIONS[config.get("hidden_act", "silu")]
-    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][types]
-    x = layer_norm(w, "emb_ln", x, eps)
-    for i in range(layers):
-        p = f"encoder.layers.{i}"
-        q, k, v = np.split(linear(w, f"{p}.attn.Wqkv", x), 3, axis=-1)
-        d = q.shape[-1] // n
-        angles = np.asarray(positions)[:, None, None] * theta ** (-np.arange(0, d, 2) / d)
-        q, k = (rotate(t.reshape(len(t), n, d), np.cos(angles), np.sin(angles)).reshape(len(t), -1) for t in (q, k))
-        attended = linear(w, f"{p}.attn.out_proj", heads_of(q, k, v, n, keep == 0))
-        x = layer_norm(w, f"{p}.norm1", attended + x, eps)
-        inner = linear(w, f"{p}.mlp.fc11", x) * activation(linear(w, f"{p}.mlp.fc12", x))
-        x = layer_norm(w, f"{p}.norm2", linear(w, f"{p}.mlp.fc2", inner) + x, eps)
-    return x

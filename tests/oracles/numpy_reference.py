@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen, BERT and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
+"""Llama and sentence pooling in plain NumPy, float64, straight from a checkpoint directory.
 
 Written from the published formulas, one row at a time and without a cache, so that there is little to get wrong. It
 shares no code with the library and none with `transformers`.
@@ -125,24 +125,6 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def layer_windows(config: dict[str, Any]) -> list[int | None]:
-    """How many keys each layer of a Llama, Mistral or Qwen reads, its own included; None is all."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if config["model_type"] == "mistral":
-        return [window] * layers
-    if not config.get("use_sliding_window"):
-        return [None] * layers
-    kinds = config.get("layer_types")
-    slides = [k == "sliding_attention" for k in kinds] if kinds else None
-    return [window if (slides[i] if slides else i >= config["max_window_layers"]) else None for i in range(layers)]
-
-
-def queries_or_keys(w: Weights, name: str, x: Array, head_dim: int, eps: float) -> Array:
-    """A projection of `x [S, H]` cut into heads `[S, heads, D]`, each through an RMSNorm if the checkpoint has one."""
-    heads = linear(w, f"{name}_proj", x).reshape(len(x), -1, head_dim)
-    return rms_norm(heads, w[f"{name}_norm.weight"], eps) if f"{name}_norm.weight" in w else heads
-
-
 def llama_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -> tuple[Array, Array]:
     """One row of token ids: the normalised last hidden state `[S, H]` and the logits `[S, V]`."""
     hidden = llama_states(config, w, ids)[-1]
@@ -158,19 +140,15 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
     eps = config["rms_norm_eps"]
     angles = np.arange(len(ids))[:, None, None] * rope_frequencies(config)
     cos, sin = (rope_factor(config) * table for table in (np.cos(angles), np.sin(angles)))
-    behind = np.subtract.outer(np.arange(len(ids)), np.arange(len(ids)))
-    windows = layer_windows(config)
-    turns = config.get("no_rope_layers") or [1] * len(windows)  # as SmolLM3 writes it: 0 is a layer without rope
+    hidden = np.triu(np.ones((len(ids), len(ids)), bool), 1)
     x = w["model.embed_tokens.weight"][ids]
     states = []
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}"
         states.append(x)
         h = rms_norm(x, w[f"{p}.input_layernorm.weight"], eps)
-        query, key = (queries_or_keys(w, f"{p}.self_attn.{name}", h, d, eps) for name in ("q", "k"))
-        query, key = (rotate(heads, cos, sin) for heads in (query, key)) if turns[i] else (query, key)
-        hidden = (behind < 0) | (behind >= (windows[i] or len(ids)))
-        value = linear(w, f"{p}.self_attn.v_proj", h).reshape(-1, k, d)
+        query, key, value = (linear(w, f"{p}.self_attn.{name}_proj", h).reshape(len(h), -1, d) for name in "qkv")
+        query, key = (rotate(heads, cos, sin) for heads in (query, key))
         heads = []
         for head in range(n):
             shared = head // (n // k)
@@ -201,49 +179,6 @@ def layer_norm(w: Weights, name: str, x: Array, eps: float) -> Array:
     centred = x - x.mean(-1, keepdims=True)
     scaled: Array = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
     return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def bert_row(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids, **inputs: Any) -> Array:
-    """One row of token ids: the last hidden state `[S, H]`; `inputs` as `bert_states`."""
-    return bert_states(config, w, ids, **inputs)[-1]
-
-
-def bert_states(
-    config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids, keep: Sequence[int] | Ids | None = None, types:
-    Sequence[int] | Ids | None = None, positions: Sequence[int] | Ids | None = None,
-) -> list[Array]:  # fmt: skip
-    """The embeddings and what leaves each layer, `[S, H]` each: `output_hidden_states` of transformers.
-
-    `keep` is 1 for keys that may be attended to.
-    """
-    ids = np.asarray(ids)
-    p = "" if "embeddings.word_embeddings.weight" in w else "bert."
-    n, eps = config["num_attention_heads"], config["layer_norm_eps"]
-    types = np.zeros(len(ids), int) if types is None else np.asarray(types)
-    positions = np.arange(len(ids)) if positions is None else np.asarray(positions)
-    dropped = np.zeros(len(ids), bool) if keep is None else np.asarray(keep) == 0
-    x = (
-        w[f"{p}embeddings.word_embeddings.weight"][ids]
-        + w[f"{p}embeddings.position_embeddings.weight"][positions]
-        + w[f"{p}embeddings.token_type_embeddings.weight"][types]
-    )
-    x = layer_norm(w, f"{p}embeddings.LayerNorm", x, eps)
-    states = [x]
-    for i in range(config["num_hidden_layers"]):
-        q = f"{p}encoder.layer.{i}"
-        query, key, value = (
-            np.split(linear(w, f"{q}.attention.self.{name}", x), n, axis=-1) for name in ("query", "key", "value")
-        )
-        heads = [
-            softmax(np.where(dropped, -np.inf, query[h] @ key[h].T / math.sqrt(key[h].shape[-1]))) @ value[h]
-            for h in range(n)
-        ]
-        attended = linear(w, f"{q}.attention.output.dense", np.concatenate(heads, axis=-1))
-        x = layer_norm(w, f"{q}.attention.output.LayerNorm", attended + x, eps)
-        inner = ACTIVATIONS[config["hidden_act"]](linear(w, f"{q}.intermediate.dense", x))
-        x = layer_norm(w, f"{q}.output.LayerNorm", linear(w, f"{q}.output.dense", inner) + x, eps)
-        states.append(x)
-    return states
 
 
 def pool(hidden: Array, modes: Sequence[str], normalise: bool) -> Array:
