@@ -3,6 +3,7 @@
 import enum
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ def copy(source: Path, target: Path) -> Path:
     """A writable copy of the checkpoint directory `source` at `target`."""
     shutil.copytree(source, target)
     return target
+
+
+def write_archive(archive: Path, root: Path) -> None:
+    """Write all files below `root` but README.md to an archive, which is the same for the same files."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
+        for file in sorted(p for p in root.rglob("*") if p.is_file() and p.name != "README.md"):
+            target.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 def edit_json(file: Path, changes: Mapping[str, Any]) -> None:

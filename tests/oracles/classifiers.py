@@ -9,14 +9,13 @@ import importlib
 import inspect
 import json
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracles import hugging_face
+from tests.oracles import checkpoints, hugging_face
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "classifiers.zip"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
@@ -71,10 +70,14 @@ RECORDED = ("bert", "distilbert", "albert", "qwen3")
 def write(name: str, directory: Path) -> Any:
     """Write a checkpoint of `CASES` with a tokenizer; its model."""
     prefix, fields = CASES[name]
-    architecture = f"{prefix}ForSequenceClassification"
-    hugging_face.write(hugging_face.Checkpoint(architecture, dict(fields), seed=5), directory)
-    tokenizer().save_pretrained(directory)
+    write_base(f"{prefix}ForSequenceClassification", fields, directory)
     return hugging_face.load(directory, "AutoModelForSequenceClassification")
+
+
+def write_base(architecture: str, fields: Mapping[str, Any], directory: Path | str, seed: int = 5) -> None:
+    """Write a random model of transformers with the tokenizer."""
+    hugging_face.write(hugging_face.Checkpoint(architecture, dict(fields), seed=seed), Path(directory))
+    tokenizer().save_pretrained(directory)
 
 
 def tokenizer(words: list[str] = WORDS) -> Any:
@@ -107,15 +110,13 @@ def main() -> None:
             model = write(name, Path(root, name))
             record = {"texts": logits(model), "pairs": logits(model, SECOND)}
             Path(root, name, "recorded.json").write_text(json.dumps(record), "utf-8")
-        write("bert_rerank", Path(root, "base"))
-        encoder = importlib.import_module("sentence_transformers").CrossEncoder(str(Path(root, "base")), device="cpu")
+        with tempfile.TemporaryDirectory() as base:
+            write("bert_rerank", Path(base))
+            encoder = importlib.import_module("sentence_transformers").CrossEncoder(base, device="cpu")
         encoder.save_pretrained(str(Path(root, "rerank")))
         scores = encoder.predict([*zip(TEXTS, SECOND, strict=True)]).tolist()
         Path(root, "rerank", "recorded.json").write_text(json.dumps({"scores": scores}), "utf-8")
-        with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(p for name in (*RECORDED, "rerank") for p in Path(root, name).rglob("*") if p.is_file()):
-                if file.name != "README.md":
-                    archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), 8)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ needed.
 import importlib
 import json
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracles import classifiers, hugging_face
+from tests.oracles import checkpoints, classifiers, hugging_face
 from tests.oracles.classifiers import DECODER, ENCODER, SECOND, TEXTS
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "embedders.zip"
@@ -81,8 +80,7 @@ def write(name: str, directory: Path) -> Any:
     torch, library = importlib.import_module("torch"), importlib.import_module("sentence_transformers")
     parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     with tempfile.TemporaryDirectory() as base:
-        hugging_face.write(hugging_face.Checkpoint(architecture, dict(fields), seed=5), Path(base))
-        classifiers.tokenizer().save_pretrained(base)
+        classifiers.write_base(architecture, fields, base)
         modules = [parts.Transformer(base, model_kwargs={"attn_implementation": "eager"})]
     modules.append(parts.Pooling(20, pooling_mode=modes, include_prompt=include_prompt))
     torch.manual_seed(7)
@@ -129,8 +127,7 @@ def write_colbert(name: str, directory: Path) -> Any:
     mask = importlib.import_module("sentence_transformers.multi_vector_encoder.modules").MultiVectorMask
     lengths = {"query_length": query_length, "document_length": document_length, "query_expansion": expansion}
     with tempfile.TemporaryDirectory() as base:
-        hugging_face.write(hugging_face.Checkpoint("BertModel", dict(ENCODER), seed=5), Path(base))
-        classifiers.tokenizer().save_pretrained(base)
+        classifiers.write_base("BertModel", ENCODER, base)
         transformer = parts.Transformer(base, model_kwargs={"attn_implementation": "eager"}, **lengths)
     torch.manual_seed(7)
     dense = parts.Dense(20, 12, bias=False, activation_function=None, module_input_name="token_embeddings")
@@ -165,9 +162,7 @@ def main() -> None:
         vectors = token_vectors(write_colbert("colbert", Path(root, "colbert")))
         record = {kind: [rows.tolist() for rows in found] for kind, found in vectors.items()}
         Path(root, "colbert", "recorded.json").write_text(json.dumps(record), "utf-8")
-        with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(p for p in Path(root).rglob("*") if p.is_file() and p.name != "README.md"):
-                archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), 8)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ checkpoint, and `recorded.npz` with the hidden states of `drawn_rows`. torch and
 
 import importlib
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracles import hugging_face
+from tests.oracles import checkpoints, hugging_face
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "encoder_families.zip"
 WORDS, LENGTHS, MASK = 40, (29, 1, 17), 4
@@ -124,7 +123,7 @@ def logits(model: Any) -> list[np.ndarray[Any, Any]]:
 
 def main() -> None:
     """Write the archive."""
-    with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
+    with tempfile.TemporaryDirectory() as root:
         for name in RECORDED:
             record = Path(root, name, "recorded.npz")
             hidden = hidden_states(write(name, Path(root, name)))
@@ -132,9 +131,7 @@ def main() -> None:
         for name, (case, task, fields) in RECORDED_HEADS.items():
             rows = logits(write(case, Path(root, name), task, fields))
             np.savez_compressed(Path(root, name, "recorded.npz"), *rows)
-        for name in (*RECORDED, *RECORDED_HEADS):
-            for file in sorted(Path(root, name).iterdir()):
-                archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), zipfile.ZIP_DEFLATED)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ CHECKPOINTS: dict[str, dict[str, Checkpoint]] = {
 }  # fmt: skip
 """The recorded checkpoints by directory."""
 
+
 def record(checkpoint: Checkpoint, directory: Path, file: Path) -> None:
     """Write the checkpoint; record last hidden states of three rows, one of which has padding among its tokens.
 

@@ -41,7 +41,7 @@ class Checkpoint:
     """Keys without the name of the model inside, as the first files of some families have them."""
 
 
-def _modules() -> tuple[Any, Any]:
+def modules() -> tuple[Any, Any]:
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     torch.set_num_threads(1)  # models this small only wait for each other's threads
@@ -52,7 +52,7 @@ def _modules() -> tuple[Any, Any]:
 
 def randomise(model: Any, seed: int) -> None:
     """Weights that show a mistake: no norm scales by 1, no bias is 0, no activation is tiny. Gemma's norms add 1."""
-    torch, _ = _modules()
+    torch, _ = modules()
     rng = np.random.default_rng(seed)
     centre = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
@@ -75,7 +75,7 @@ def randomise(model: Any, seed: int) -> None:
 
 def write(checkpoint: Checkpoint, directory: Path) -> None:
     """Save a random model of this description as transformers lays it out."""
-    torch, transformers = _modules()
+    torch, transformers = modules()
     cls = getattr(transformers, checkpoint.architecture)
     model = cls(cls.config_class(**checkpoint.config))
     randomise(model, checkpoint.seed)
@@ -98,7 +98,7 @@ def respell(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _edit_tensors(checkpoint: Checkpoint, prefix: str, directory: Path) -> None:
     torch_io = importlib.import_module("safetensors.torch")
-    torch, _ = _modules()
+    torch, _ = modules()
     file = directory / "model.safetensors"
     tensors = torch_io.load_file(file)
     if checkpoint.bare:
@@ -174,7 +174,7 @@ def first_nomic(config: dict[str, Any]) -> dict[str, Any]:
 
 def load(directory: Path, auto_class: str, dtype: str = "float32") -> Any:
     """The model in `directory` with eager attention, as transformers reads it."""
-    torch, transformers = _modules()
+    torch, transformers = modules()
     cls = getattr(transformers, auto_class)
     model, info = cls.from_pretrained(
         directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
@@ -195,7 +195,7 @@ def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, 
 
 def hidden_states(model: Any, tokens: npt.NDArray[Any]) -> list[Floats]:
     """All hidden states of a batch `[B, S]`: the embeddings, then one for each layer."""
-    torch, _ = _modules()
+    torch, _ = modules()
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True)
     return [state.numpy() for state in result.hidden_states]
@@ -203,7 +203,7 @@ def hidden_states(model: Any, tokens: npt.NDArray[Any]) -> list[Floats]:
 
 def llama_batch(model: Any, tokens: npt.NDArray[Any]) -> tuple[Floats, Floats]:
     """The same for a batch `[B, S]` without padding, in one call."""
-    torch, _ = _modules()
+    torch, _ = modules()
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False)
     return result.hidden_states[-1].float().numpy(), result.logits.float().numpy()
@@ -214,7 +214,7 @@ def cached(model: Any, tokens: npt.NDArray[Any]) -> dict[str, Floats]:
 
     The names are those of the library's outputs: `logits`, `kv.0.k`, `kv.0.v`, `kv.1.k` …
     """
-    torch, transformers = _modules()
+    torch, transformers = modules()
     cache = transformers.DynamicCache()
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), past_key_values=cache, use_cache=True)
@@ -232,13 +232,13 @@ def bf16_logits(directory: Path, tokens: npt.NDArray[Any]) -> Floats:
 
 def config_of(family: str, fields: dict[str, Any]) -> Any:
     """What transformers makes of a config."""
-    _, transformers = _modules()
+    _, transformers = modules()
     return transformers.AutoConfig.for_model(family, **fields)
 
 
 def yarn(config: Any, layer_type: str | None = None) -> tuple[Floats, float]:
     """Inverse frequencies and attention factor of a config whose rope is YaRN's."""
-    _modules()
+    modules()
     rope = importlib.import_module("transformers.modeling_rope_utils")
     freqs, factor = rope.ROPE_INIT_FUNCTIONS["yarn"](config, layer_type=layer_type)
     return freqs.numpy(), float(factor)
@@ -264,7 +264,7 @@ def generate(
     model: Any, prompt: Sequence[int], count: int, eos: int | list[int] | None = None, **options: Any
 ) -> list[int]:
     """New tokens of transformers' own `generate`, greedy, with its cache."""
-    torch, _ = _modules()
+    torch, _ = modules()
     mask = torch.ones((1, len(prompt)), dtype=torch.long)
     greedy = {"do_sample": False, "max_new_tokens": count, "eos_token_id": eos, "pad_token_id": 0}
     out = model.generate(torch.tensor([list(prompt)]), attention_mask=mask, **greedy, **options)
@@ -297,7 +297,7 @@ def clear_prompts(
 
 def bert_hidden(model: Any, tokens: npt.NDArray[Any], **inputs: npt.NDArray[Any]) -> Floats:
     """Last hidden state `[B, S, H]`; optional inputs by transformers' own names."""
-    torch, _ = _modules()
+    torch, _ = modules()
     arguments = {name: torch.from_numpy(np.asarray(value, np.int64)) for name, value in inputs.items()}
     with torch.no_grad():
         result = model(torch.from_numpy(tokens.astype(np.int64)), **arguments)

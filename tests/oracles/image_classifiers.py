@@ -8,14 +8,13 @@ checkpoint with an image processor, and `recorded.json` with the logits of `PIXE
 import importlib
 import json
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracles import hugging_face, vision
+from tests.oracles import checkpoints, hugging_face, vision
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "image_classifiers.zip"
 PIXELS = vision.pixel_values(0, 3, 3, 12, 12)
@@ -96,9 +95,7 @@ def main() -> None:
                 processed = vision.processed(Path(root, name), vision.images(4, *PICTURES))
                 record["pictures"] = logits(model, np.stack(processed)).tolist()
             Path(root, name, "recorded.json").write_text(json.dumps(record), "utf-8")
-        with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(p for name in RECORDED for p in Path(root, name).rglob("*") if p.is_file()):
-                archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), 8)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

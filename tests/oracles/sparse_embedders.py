@@ -7,13 +7,12 @@ with `recorded.json`, its numbers for `TEXTS`. torch and sentence-transformers a
 import importlib
 import json
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.oracles import classifiers, embedders, hugging_face
+from tests.oracles import checkpoints, classifiers, embedders
 from tests.oracles.classifiers import ENCODER, TEXTS
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "sparse.zip"
@@ -34,7 +33,7 @@ def write(name: str, directory: Path) -> Any:
     torch, library = importlib.import_module("torch"), importlib.import_module(LIBRARY)
     parts = importlib.import_module(f"{LIBRARY}.sparse_encoder.modules")
     with tempfile.TemporaryDirectory() as base:
-        _write_base(architecture, fields, Path(base))
+        classifiers.write_base(architecture, fields, base)
         options = {"attn_implementation": "eager"}
         modules = [parts.Transformer(base, transformer_task="fill-mask", model_kwargs=options)]
     modules.append(parts.SpladePooling(**arguments))
@@ -57,7 +56,7 @@ def write_m3(directory: Path) -> tuple[np.ndarray[Any, Any], Rows]:
     torch, library = importlib.import_module("torch"), importlib.import_module(LIBRARY)
     parts = importlib.import_module(f"{LIBRARY}.sentence_transformer.modules")
     with tempfile.TemporaryDirectory() as base:
-        _write_base("XLMRobertaModel", classifiers.SHIFTED, Path(base))
+        classifiers.write_base("XLMRobertaModel", classifiers.SHIFTED, base)
         modules = [parts.Transformer(base), parts.Pooling(20, pooling_mode="cls"), parts.Normalize()]
     model = library.SentenceTransformer(modules=modules, device="cpu")
     model.save_pretrained(str(directory), create_model_card=False)
@@ -80,7 +79,7 @@ def write_old_colbert(name: str, directory: Path) -> Any:
     """Write a ColBERT directory as PyLate or the original code saves it; what sentence-transformers makes of it."""
     torch, library = importlib.import_module("torch"), importlib.import_module(LIBRARY)
     tensors = importlib.import_module("safetensors.torch")
-    _write_base("BertModel", ENCODER, directory)
+    classifiers.write_base("BertModel", ENCODER, directory)
     projection = {"linear.weight": torch.randn(12, 20, generator=torch.Generator().manual_seed(7))}
     files: dict[str, Any]
     if name == "stanford":
@@ -111,12 +110,6 @@ def pylate_files(name: str) -> dict[str, Any]:
     return {"modules.json": modules, "config_sentence_transformers.json": settings}
 
 
-def _write_base(architecture: str, fields: dict[str, Any], directory: Path) -> None:
-    """Write a model of transformers with a tokenizer."""
-    hugging_face.write(hugging_face.Checkpoint(architecture, dict(fields), seed=5), directory)
-    classifiers.tokenizer().save_pretrained(directory)
-
-
 def main() -> None:
     """Write the archive."""
     with tempfile.TemporaryDirectory() as root:
@@ -125,9 +118,7 @@ def main() -> None:
         weights, vectors = write_m3(Path(root, "m3"))
         record = {"weights": weights.tolist(), "vectors": [v.tolist() for v in vectors]}
         Path(root, "m3", "recorded.json").write_text(json.dumps(record), "utf-8")
-        with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(p for p in Path(root).rglob("*") if p.is_file() and p.name != "README.md"):
-                archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), 8)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles import classifiers, hugging_face
+from tests.oracles import checkpoints, classifiers, hugging_face
 from tests.oracles.classifiers import ENCODER
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "text_heads.zip"
@@ -139,24 +139,18 @@ def record(name: str, model: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Write the archive; with version 4 of transformers, add the answers to it."""
-    files: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as root:
         transformers = importlib.import_module("transformers")
         if transformers.__version__ < "5":
             with zipfile.ZipFile(ARCHIVE) as archive:
-                files = {name: archive.read(name) for name in archive.namelist()}
                 archive.extractall(root)
             model = getattr(transformers, RECORDED["answers"][0]).from_pretrained(Path(root, "answers")).eval()
-            files["answers/answers.json"] = json.dumps(answers(model)).encode()
+            Path(root, "answers", "answers.json").write_text(json.dumps(answers(model)), "utf-8")
         else:
             for name, case in RECORDED.items():
                 model = write(*case, Path(root, name))
                 Path(root, name, "recorded.json").write_text(json.dumps(record(name, model)), "utf-8")
-            paths = sorted(p for p in Path(root).rglob("*") if p.is_file() and p.name != "README.md")
-            files = {str(path.relative_to(root)): path.read_bytes() for path in paths}
-    with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content, 8)
+        checkpoints.write_archive(ARCHIVE, Path(root))
 
 
 if __name__ == "__main__":

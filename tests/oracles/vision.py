@@ -129,12 +129,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 """`preprocessor_config.json` as transformers 4 wrote it, in the new spelling and in the oldest."""
 
 
-def _modules() -> tuple[Any, Any]:
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    torch.set_num_threads(1)
-    return torch, transformers
-
-
 def images(seed: int, *shapes: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
     """Pictures with slopes, edges and noise."""
     rng, made = np.random.default_rng(seed), []
@@ -160,7 +154,7 @@ def pixel_values(seed: int, *shape: int) -> Floats:
 
 def load(directory: Path, checkpoint: Checkpoint) -> Any:
     """The model without its head, as transformers reads it: float32, eager attention."""
-    torch, transformers = _modules()
+    torch, transformers = hugging_face.modules()
     cls = getattr(transformers, checkpoint.architecture)
     model = cls.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     return getattr(model, "vit", getattr(model, "dinov2", model))
@@ -168,7 +162,7 @@ def load(directory: Path, checkpoint: Checkpoint) -> Any:
 
 def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
     """The last hidden states. With `resample` images are not of the model's size, which DINOv2 need not be told."""
-    torch, _ = _modules()
+    torch, _ = hugging_face.modules()
     told = {"interpolate_pos_encoding": True} if resample and "DINO" not in type(model).__name__.upper() else {}
     with torch.no_grad():
         out = model(torch.from_numpy(pixels), **told)
@@ -180,7 +174,7 @@ def processed(directory: Path, pictures: list[Any], pillow: bool | None = None) 
     """What transformers' image processor makes of pictures: with Pillow, or, as it does where torchvision is installed,
     with torch's resampling, and a crop that stands between zeros as torchvision's does. None: torch's where the name of
     the processor ends in Fast."""
-    _, transformers = _modules()
+    _, transformers = hugging_face.modules()
     if pillow is None:
         about = json.loads((directory / "preprocessor_config.json").read_text("utf-8"))
         pillow = not about.get("image_processor_type", "").endswith("Fast")
@@ -209,7 +203,7 @@ def processed(directory: Path, pictures: list[Any], pillow: bool | None = None) 
 
 def resized(picture: npt.NDArray[np.uint8], height: int, width: int, resample: int) -> npt.NDArray[np.uint8]:
     """What torchvision makes of a picture: torch's own resampling of uint8."""
-    torch, _ = _modules()
+    torch, _ = hugging_face.modules()
     mode = {0: "nearest-exact", 1: "lanczos", 2: "bilinear", 3: "bicubic"}[resample]
     pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))[None]
     out = torch.nn.functional.interpolate(pixels, (height, width), mode=mode, antialias=bool(resample))
@@ -251,7 +245,7 @@ def record_dual(name: str) -> None:
 
 def tower_and_ids(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> tuple[Any, dict[str, Any]]:
     """A model that reads texts, and what its tokenizer makes of them: of SigLIP ids that are padded to the end."""
-    torch, transformers = _modules()
+    torch, transformers = hugging_face.modules()
     cls = getattr(transformers, checkpoint.architecture)
     model = cls.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
@@ -262,7 +256,7 @@ def tower_and_ids(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> 
 
 def embedded(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> dict[str, Floats]:
     """Vectors and hidden states of a text tower alone, its ids and its mask."""
-    torch, _ = _modules()
+    torch, _ = hugging_face.modules()
     model, asked = tower_and_ids(directory, checkpoint, texts)
     with torch.no_grad():
         out = model(**asked)
@@ -274,7 +268,7 @@ def embedded(directory: Path, checkpoint: Checkpoint, texts: list[str]) -> dict[
 
 def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures: list[Any]) -> dict[str, Floats]:
     """Vectors before they are divided by their lengths, hidden states of both towers, and logits of each text."""
-    torch, _ = _modules()
+    torch, _ = hugging_face.modules()
     model, asked = tower_and_ids(directory, checkpoint, texts)
     pixels = torch.from_numpy(np.stack(processed(directory, pictures)))
     with torch.no_grad():
