@@ -13,7 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler import pipeline
 from rlx_jax.device import DEVICES
-from rlx_jax.errors import ProfileError, RequestError, RlxWarning, UnsupportedError
+from rlx_jax.errors import RequestError, RlxWarning, UnsupportedError
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.lowering.lir import attention
@@ -456,14 +456,8 @@ def test_weight_layout(layout: str, merge: bool) -> None:
 
 
 def test_compiler_options() -> None:
-    """They reach XLA, and one that it does not know is an error that names its place."""
+    """They reach XLA."""
     option = {"xla_cpu_enable_fast_math": True}
     model = small(backend={"cpu": {"compiler_options": option}})
     assert "compiler_options=xla_cpu_enable_fast_math=True" in model.text("lir", X)
     assert relative(model(X), small()(X)) < 1e-5
-    for wrong, message in (
-        ({"xla_no_such_option": 1}, "No such compile option"),
-        ({"xla_cpu_enable_fast_math": "maybe"}, "not a valid bool"),
-    ):
-        with pytest.raises(ProfileError, match=f"backend.cpu.compiler_options: .*{message}"):
-            small(backend={"cpu": {"compiler_options": wrong}})(X)
