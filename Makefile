@@ -20,7 +20,7 @@ SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels pack
     tests/test_donation.py::test_the_state_is_aliased_and_never_copied
 
 # The kernels' slow tests, which an older JAX skips.
-KERNELS := tests/test_packed_tiles.py tests/test_expert_groups.py tests/test_delta_groups.py tests/test_delta_chunks.py tests/test_row_kernels.py tests/test_product_groups.py tests/test_decode_attention.py tests/test_per_shard.py::test_the_kernels_of_a_shard
+KERNELS := tests/test_packed_tiles.py tests/test_expert_groups.py tests/test_delta_chunks.py tests/test_kernels.py tests/test_product_groups.py tests/test_decode_attention.py tests/test_per_shard.py::test_the_kernels_of_a_shard
 
 .PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
 

@@ -1,9 +1,10 @@
 """Random graphs: each pass, each lowering and rolling leave their numbers alone.
 
-The numbers are those of NumPy in float64 (`tests.ops`). How good this is at finding faults is measured by
-planting some: `test_planted_bugs.py`.
+The numbers are those of NumPy in float64 (`tests.ops`). How good this is at finding faults is measured by planting
+some.
 """
 
+import json
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.mir.small import dce
 from tests.fuzz.blocks import hir_case
 from tests.fuzz.check import check_lowering, check_tensor_graph
+from tests.fuzz.hunt import FIRST, WITHIN, caught
+from tests.fuzz.planted import FAULTS, PASS_FAULTS, Fault, plant
 from tests.fuzz.tensor_ops import mir_case
 
 TYPES = TypeCache()
@@ -79,3 +82,36 @@ def test_dce_drops_a_region_with_its_operands() -> None:
     b(region, b(Unary("sin"), x))
     nodes: tuple[Node, ...] = dce(b.finish([x], ["o"]), TYPES).nodes
     assert len(nodes) == 1
+
+
+IDLE = Fault("nothing", PASS_FAULTS[0].owner, "cse", "nodes[key] = b.add", "nodes[key] = b.add")
+
+
+@pytest.mark.slow
+def test_planted_faults_are_found() -> None:
+    """At least 9 in 10, each in the graph that is known to show it, one of 1,000, which is right without it."""
+    graphs: dict[str, int] = json.loads(FIRST.read_text("utf-8"))
+    renew = f"renew {FIRST.name}: python -m tests.fuzz.hunt"
+    assert set(graphs) <= {fault.why for fault in FAULTS} and max(graphs.values()) < WITHIN, renew
+    missed = []
+    for fault in FAULTS:
+        number = graphs.get(fault.why)
+        if number is None:
+            missed.append(fault.why)
+            continue
+        assert caught(fault, fault.where, number), f"{fault.why}: not in graph {number}; {renew}"
+        assert not caught(IDLE, fault.where, number), f"graph {number} is wrong without a fault"
+    assert len(missed) <= len(FAULTS) // 10, missed
+
+
+@pytest.mark.parametrize("where", ["tensor", "block"])
+def test_without_a_fault_nothing_is_found(where: str) -> None:
+    """So what is found above is the fault: neither no edit nor an edit without effect is found."""
+    assert not any(caught(IDLE, where, number) for number in range(10))
+
+
+def test_planted_faults_are_edits_of_what_there_is() -> None:
+    """A fault whose place is gone would be missed for the wrong reason."""
+    for fault in FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            plant(fault, patch)

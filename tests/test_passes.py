@@ -1,4 +1,4 @@
-"""Policies, passes, the verifier, the compute dtype and the precision of products: same program, other forms."""
+"""Policies, the table of passes, the verifier, the compute dtype and precisions: the same program in other forms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import LlamaDecoderSpec, RopeTables
 from rlx_jax.compiler import passes
-from rlx_jax.compiler.passes import PIPELINE
+from rlx_jax.compiler.passes import PIPELINE, pass_named
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, Graph, Leaf
@@ -236,3 +236,46 @@ def test_matmul_precision_reaches_jax_functions() -> None:
     flow = x_flow().custom(lambda e, x: e.jax(lambda a: jnp.einsum("bsh,bth->bst", a, a), x))
     model = compiled(flow, {}, profile=profile(precision={"matmul": "highest"}))
     assert precisions(model, X) == {HIGHEST}
+
+
+OPTIONAL = [p.name for p in PIPELINE if p.kind != "program"]
+W = {name: np.random.default_rng(i).standard_normal((8, 8)).astype("f4") for i, name in enumerate("qkv")}
+
+
+def three(emit: Any, x: Any) -> Any:
+    q, k, v = (emit.linear(x, name) for name in "qkv")
+    return emit.tanh(q) * k + v
+
+
+FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("mix", three)
+
+
+def mixed(**tables: Any) -> Any:
+    """Compile the flow with fused projections."""
+    backend = {"cpu": {"merge": True, "weight_layout": "in_out"}}
+    return rlx.compile(FLOW, W, profile=rlx.CompileProfile().replace(backend=backend, **tables))
+
+
+def test_every_pass_of_a_program_is_timed_counted_and_printed() -> None:
+    """In the order of the table; each can be stopped after."""
+    model = mixed(passes={"verbose": False})
+    report = model.report()
+    ran = list(report.nodes)
+    assert ran == [p.name for p in PIPELINE if p.name in ran]
+    assert {"expand", "merge_linears", "orient", "derive", "lower", "cse", "dce"} <= set(ran)
+    assert set(ran) < set(report.seconds) and "build" in report.seconds
+    texts = {name: model.text(str(pass_named(name).level), after=name) for name in ran}
+    assert texts["expand"].count("= linear(") == 3 and texts["merge_linears"].count("= linear(") == 1
+    assert texts["merge_linears"].startswith("hir @m (") and "after=merge_linears" in texts["merge_linears"]
+    body = texts["dce"].partition("\n")[2]
+    assert body == model.text("mir").partition("\n")[2]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_each_pass_can_be_switched_off(name: str) -> None:
+    """By its name; the numbers stay."""
+    x = np.ones((2, 8))
+    model = mixed(fusion={"disable": [name]})
+    assert name not in model.report().nodes
+    q, k, v = (x @ W[n].T.astype("f8") for n in "qkv")
+    np.testing.assert_allclose(model(x), np.tanh(q) * k + v, rtol=1e-5, atol=1e-5)

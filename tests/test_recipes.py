@@ -1,4 +1,4 @@
-"""Recipes and their hooks: layers replaced, stages inserted, hidden states captured, from outside the package."""
+"""Recipes and their hooks, from outside the package; and compositions of layers as values."""
 
 import pickle
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.blocks import BlockStage, LlamaDecoderSpec
+from rlx_jax.blocks import BlockStage, Homogeneous, LayerComposition, LlamaDecoderSpec, Pair, Single
 from rlx_jax.lowering.mir.small import cse
 from rlx_jax.models import gemma, llama
 from rlx_jax.models.bert import BertConfig
@@ -225,3 +225,32 @@ def test_names_of_the_specification() -> None:
     attention: Any = blocks.SelfAttnPrefillSpec("a", "b", "c", 4, 6, 2, "sliding:3", sinks_key="s")
     assert [attention.weight(name) for name in "qkv"] == ["a", "b", "c"] and attention.sinks
     assert replace(attention, k_key="d").keys.k == "d" and attention.under("p").keys.q == "a"
+
+
+KEY = 3126292069848458932
+STACK = Pair(Single("embed"), Pair(Homogeneous("block", 3), Single("norm")))
+
+
+def build(name: str, index: int) -> blocks.BlockStage:
+    """Linears whose key says which layer asked."""
+    return blocks.Linear(f"{name}.{index}.weight", shape=(8, 8))
+
+
+def test_depth_and_stage() -> None:
+    """The layers in order; equal ones are one region, under their own name."""
+    assert [c.depth_hint() for c in (STACK, Single("a"), Homogeneous("a", 7))] == [5, 1, 7]
+    built = rlx.ModelFlow("m").input("x", ("batch", 8)).stage(STACK.to_flow_stage(build)).build()
+    keys = ("embed.0", "block.0", "block.1", "block.2", "norm.0")
+    assert built.keys_read == tuple(f"{key}.weight" for key in keys)
+    assert any(node.op.text().startswith("repeat(count=3") for node in built.hir.nodes)
+
+
+def test_cache_keys() -> None:
+    """Equal for equal compositions, in every process (hence the number); different for every change of structure."""
+    others: list[LayerComposition] = [
+        Single("a"), Single("b"), Homogeneous("a", 1), Homogeneous("a", 2), Pair(Single("a"), Single("b")),
+        Pair(Single("b"), Single("a")), Pair(Homogeneous("a", 1), Single("b")), STACK,
+    ]  # fmt: skip
+    assert len({c.cache_key() for c in others}) == len(others)
+    assert Pair(Single("a"), Single("b")).cache_key() == Pair(Single("a"), Single("b")).cache_key()
+    assert Pair(Single("a"), Single("b")).cache_key() == KEY
