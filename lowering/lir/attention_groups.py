@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Node, TypeCache, Value
+from rlx_jax.ir.graph import Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.kernel_group import AttentionGroup
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
-from rlx_jax.ir.region import join_nodes
+from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention_step import AttentionKernel, HeadRow, are_divided, divide
 from rlx_jax.lowering.lir.decode_attention import decode_attention
@@ -78,16 +78,17 @@ class AttentionParts:
 
 def group_attention(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with an `AttentionGroup` for each attention that the kernel computes."""
-    return dce(join_nodes(graph, types, find_groups, add_group), types)
+    return dce(join_nodes(graph, types, find_groups), types)
 
 
-def find_groups(graph: Graph) -> tuple[list[int], dict[int, AttentionParts]]:
+def find_groups(graph: Graph, types: TypeCache) -> tuple[list[int], dict[int, Group]]:
     """Return the nodes without the writes and views that groups have, and the groups by the attention's number."""
     readers = find_readers(graph)
     parts = (find_parts(graph, i) for i, node in enumerate(graph.nodes) if isinstance(node.op, AttentionOp))
     found = {p.number: p for p in parts if p is not None and can_move_writes(p, readers)}
     moved = {number for p in found.values() for number in (*p.updates, *p.views)}
-    return [number for number in range(len(graph.nodes)) if number not in moved], found
+    groups = {number: group_of(graph, types, p) for number, p in found.items()}
+    return [number for number in range(len(graph.nodes)) if number not in moved], groups
 
 
 def can_move_writes(parts: AttentionParts, readers: Mapping[Value, Sequence[int]]) -> bool:
@@ -207,20 +208,16 @@ def one_head(t: TensorType) -> TensorType:
     return TensorType((*(1 for _ in t.shape[:-1]), t.shape[-1]), t.dtype)
 
 
-def add_group(b: Builder, graph: Graph, parts: AttentionParts, number: int, values: dict[Value, Value]) -> None:
-    """Append a group to a builder, and add its results to `values`."""
+def group_of(graph: Graph, types: TypeCache, parts: AttentionParts) -> Group:
+    """Return the group of an attention."""
     nodes, members = graph.nodes, parts.members()
     caches = [nodes[u].inputs[0] for u in parts.updates]
-    reads = dict.fromkeys([*caches, *(v for m in members for v in nodes[m].inputs if v.node not in members)])
-    body = Builder(f"{graph.name}.group", b.types, b.origin)
-    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(reads)}
-    for member in members:
-        body.copy(nodes[member], member, inner)
-    outputs = [Value(number), *(Value(u) for u in parts.updates)]
-    results = b.add(AttentionGroup(body.finish([inner[v] for v in outputs])), *(values[v] for v in reads))
-    values.update(zip(outputs, results, strict=True))
-    for update, result in zip(parts.updates, results[1:], strict=True):
-        values[Value(update, 2)] = result  # a ring has two results that are the ring
+    reads = list(dict.fromkeys([*caches, *(v for m in members for v in nodes[m].inputs if v.node not in members)]))
+    outputs = [Value(parts.number), *(Value(u) for u in parts.updates)]
+    results = {v: i for i, v in enumerate(outputs)}
+    results |= {Value(v.node, 2): i for v, i in results.items() if i}  # a ring has two results that are the ring
+    origin = nodes[parts.number].origin
+    return Group(AttentionGroup(group_body(graph, types, members, reads, outputs, origin)), reads, results, origin)
 
 
 # -- the kernel of a group ---------------------------------------------------------------------

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from rlx_jax.ir.graph import Builder, Constant, Graph, TypeCache, Value
+from rlx_jax.ir.graph import Constant, Graph, TypeCache, Value
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
-from rlx_jax.ir.region import group_body, join_nodes
+from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.lowering.lir.plan import call_of
 from rlx_jax.lowering.lir.recurrent import MAX_TAPS, prompt_refusal
 from rlx_jax.lowering.mir.small import dce
@@ -31,13 +31,13 @@ def group_deltas(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `DeltaGroup` for each rule of a prompt that the kernels compute with its convolution."""
     if not any(isinstance(node.op, GatedDeltaOp) for _, node in graph.walk()):
         return graph
-    return dce(join_nodes(graph, types, find_groups, add_group), types)
+    return dce(join_nodes(graph, types, find_groups), types)
 
 
-def find_groups(graph: Graph) -> tuple[range, dict[int, list[int]]]:
+def find_groups(graph: Graph, types: TypeCache) -> tuple[range, dict[int, Group]]:
     """Return the order of the nodes, and the groups by the number of the rule."""
-    found = ((number, members_of(graph, number)) for number in range(len(graph.nodes)))
-    return range(len(graph.nodes)), {number: members for number, members in found if members is not None}
+    numbers = range(len(graph.nodes))
+    return numbers, {n: group_of(graph, types, members) for n in numbers if (members := members_of(graph, n))}
 
 
 def follow(graph: Graph, value: Value, chain: Sequence[type]) -> list[Value]:
@@ -50,18 +50,18 @@ def follow(graph: Graph, value: Value, chain: Sequence[type]) -> list[Value]:
     return values
 
 
-def members_of(graph: Graph, number: int) -> list[int] | None:
-    """Return the nodes of the group of a rule, which is the last; None if they are not what the kernels compute."""
+def members_of(graph: Graph, number: int) -> list[int]:
+    """Return the nodes of the group of a rule, which is the last; none if they are not what the kernels compute."""
     nodes, node = graph.nodes, graph.nodes[number]
     rule = node.op
     if not isinstance(rule, GatedDeltaOp) or rule.from_state or prompt_refusal(call_of(graph, node)):
-        return None
+        return []
     chains = (UNIT_HEADS, UNIT_HEADS, (Reshape,))
     heads = [follow(graph, v, chain) for v, chain in zip(node.inputs, chains, strict=False)]
     split = heads[2][-1].node
     before = follow(graph, Value(split), CONVOLUTION)
     if [values[-1] for values in heads] != [Value(split, i) for i in range(3)] or len(before) <= len(CONVOLUTION):
-        return None
+        return []
     norms = [nodes[heads[i][2].node].op for i in range(2)]
     scales = [nodes[nodes[heads[i][1].node].inputs[1].node].op for i in range(2)]
     widths = [math.prod(map(int, graph.type(v).shape[2:])) for v in node.inputs[:3]]
@@ -87,19 +87,18 @@ def members_of(graph: Graph, number: int) -> list[int] | None:
     fits = (
         taps <= MAX_TAPS and columns % 8 == 0 and all(int(graph.type(v).shape[3]) % 64 == 0 for v in node.inputs[1:3])
     )
-    return sorted(members) if is_known and fits else None
+    return sorted(members) if is_known and fits else []
 
 
-def add_group(b: Builder, graph: Graph, members: Sequence[int], number: int, values: dict[Value, Value]) -> None:
-    """Append a group to a builder, and add its results to `values`."""
-    nodes, rule = graph.nodes, graph.nodes[number]
+def group_of(graph: Graph, types: TypeCache, members: Sequence[int]) -> Group:
+    """Return the group of some nodes, of which the rule is the last."""
+    nodes, rule = graph.nodes, graph.nodes[members[-1]]
     (window,) = (nodes[n].inputs[1] for n in members if isinstance(nodes[n].op, CausalConvOp))
     (norm, *_) = (op for n in members if isinstance(op := nodes[n].op, Standardize))
     operands = (nodes[members[0]].inputs[0], window, *rule.inputs[3:])
-    body, inner = group_body(Builder(f"{graph.name}.group", b.types, b.origin), graph, members, operands)
-    outputs = [Value(number, i) for i in range(2)]
+    results = {Value(members[-1], i): i for i in range(2)}
     heads, keys = map(int, graph.type(rule.inputs[1]).shape[2:])
     width = int(graph.type(rule.inputs[2]).shape[3])
     assert isinstance(rule.op, GatedDeltaOp)
-    op = DeltaGroup(body.finish([inner[v] for v in outputs]), rule.op, heads, keys, width, norm.eps * keys)
-    values.update(zip(outputs, b.add(op, *(values[v] for v in operands)), strict=True))
+    body = group_body(graph, types, members, operands, [*results], rule.origin)
+    return Group(DeltaGroup(body, rule.op, heads, keys, width, norm.eps * keys), operands, results, rule.origin)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.dataclasses import replace
-from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
+from rlx_jax.ir.graph import Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import ExpertGroup, run_nodes
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.index import TopK
@@ -24,7 +24,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
-from rlx_jax.ir.region import group_body, join_nodes
+from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import (
     SLOTS,
@@ -50,23 +50,14 @@ def group_experts(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with an `ExpertGroup` for each mixture of one token that the kernels compute."""
     if not any(isinstance(node.op, ExpertFfn) for _, node in graph.walk()):
         return graph
-    return dce(join_nodes(graph, types, functools.partial(find_groups, types), add_group), types)
+    return dce(join_nodes(graph, types, find_groups), types)
 
 
-def find_groups(types: TypeCache, graph: Graph) -> tuple[range, dict[int, tuple[ExpertGroup, Sequence[Value]]]]:
-    """Return the nodes of a graph, and by the number of their last node the groups and their operands."""
+def find_groups(graph: Graph, types: TypeCache) -> tuple[range, dict[int, Group]]:
+    """Return the nodes of a graph, and by the number of their last node the groups."""
     numbers, readers = range(len(graph.nodes)), find_readers(graph)
     groups = {m[-1]: group_of(graph, m, types) for n in numbers if (m := members_of(graph, n, readers))}
-    return numbers, {number: (group, operands) for number, (group, operands) in groups.items() if group is not None}
-
-
-def add_group(
-    b: Builder, _: Graph, found: tuple[ExpertGroup, Sequence[Value]], number: int, values: dict[Value, Value]
-) -> None:
-    """Append a group to a builder, and add its result to `values`."""
-    group, operands = found
-    with b.origin_scope(next(n.origin for n in group.body.nodes if isinstance(n.op, ExpertFfn))):
-        values[Value(number)] = b(group, *(values[v] for v in operands))
+    return numbers, {number: group for number, group in groups.items() if group is not None}
 
 
 def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
@@ -103,17 +94,17 @@ def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]
     return [*sorted(members), first] if is_residual else sorted(members)
 
 
-def group_of(graph: Graph, members: Sequence[int], types: TypeCache) -> tuple[ExpertGroup | None, Sequence[Value]]:
-    """Return the group of some nodes, None if its weights do not run in the kernel, and its operands."""
-    nodes = graph.nodes
+def group_of(graph: Graph, members: Sequence[int], types: TypeCache) -> Group | None:
+    """Return the group of some nodes, None if its weights do not run in the kernel."""
+    nodes, last = graph.nodes, members[-1]
     (mixture,) = (nodes[number] for number in members if isinstance(nodes[number].op, ExpertFfn))
-    residual = [v for v in nodes[members[-1]].inputs if nodes[members[-1]] is not mixture and v.node not in members]
+    residual = [v for v in nodes[last].inputs if nodes[last] is not mixture and v.node not in members]
     operands = (nodes[mixture.inputs[5].node].inputs[0], *mixture.inputs[:4], *residual)
-    body, inner = group_body(Builder(f"{graph.name}.group", types, mixture.origin), graph, members, operands)
-    group = ExpertGroup(body.finish([inner[Value(members[-1])]]))
+    group = ExpertGroup(group_body(graph, types, members, operands, [Value(last)], mixture.origin))
     shares = traces_of(key_of(group))[1].jaxpr.jaxpr
-    is_known = not unsupported_primitive(shares, shares.invars[0].aval.size, reductions=True)
-    return group if is_known else None, operands
+    if unsupported_primitive(shares, shares.invars[0].aval.size, reductions=True):
+        return None
+    return Group(group, operands, {Value(last): 0}, mixture.origin)
 
 
 def key_of(group: ExpertGroup) -> GroupKey:

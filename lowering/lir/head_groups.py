@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.ir.graph import Builder, Graph, TypeCache, Value
+from rlx_jax.ir.graph import Graph, TypeCache, Value
 from rlx_jax.ir.kernel_group import HeadGroup
 from rlx_jax.ir.ops.attention import RopeOp
-from rlx_jax.ir.region import group_body, join_nodes
+from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.lowering.lir.attention_groups import HeadSource, find_heads, head_row
 from rlx_jax.lowering.lir.attention_step import HeadRow
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, HeadLayouts
@@ -32,14 +32,15 @@ MIN_TOKENS, HALVES = 1024, (64,)
 
 def group_heads(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `HeadGroup` for each rotation of many tokens that the kernel computes."""
-    return dce(join_nodes(graph, types, find_groups, add_group), types)
+    return dce(join_nodes(graph, types, find_groups), types)
 
 
-def find_groups(graph: Graph) -> tuple[range, dict[int, HeadSource]]:
-    """Return the order of the nodes, and where the heads come from by the number of the rotation."""
-    rotations = [number for number, node in enumerate(graph.nodes) if isinstance(node.op, RopeOp)]
+def find_groups(graph: Graph, types: TypeCache) -> tuple[range, dict[int, Group]]:
+    """Return the order of the nodes, and the groups by the number of the rotation."""
+    rotations = (number for number, node in enumerate(graph.nodes) if isinstance(node.op, RopeOp))
     found = ((number, source_of(graph, number)) for number in rotations)
-    return range(len(graph.nodes)), {number: heads for number, heads in found if heads is not None}
+    groups = {number: group_of(graph, types, heads, number) for number, heads in found if heads is not None}
+    return range(len(graph.nodes)), groups
 
 
 def source_of(graph: Graph, number: int) -> HeadSource | None:
@@ -63,12 +64,12 @@ def heads_at_once(width: int) -> int:
     return LANES * READ_VECTOR // (width // 2)
 
 
-def add_group(b: Builder, graph: Graph, heads: HeadSource, number: int, values: dict[Value, Value]) -> None:
-    """Append a group to a builder, and add its result to `values`."""
-    nodes, members = graph.nodes, sorted(heads.nodes)
+def group_of(graph: Graph, types: TypeCache, heads: HeadSource, number: int) -> Group:
+    """Return the group of a rotation."""
+    nodes, members, origin = graph.nodes, sorted(heads.nodes), graph.nodes[number].origin
     operands = list(dict.fromkeys([heads.source, *(v for n in members for v in nodes[n].inputs[1:])]))
-    body, inner = group_body(Builder(f"{graph.name}.group", b.types, b.origin), graph, members, operands)
-    values[Value(number)] = b(HeadGroup(body.finish([inner[Value(number)]])), *(values[v] for v in operands))
+    results = {Value(number): 0}
+    return Group(HeadGroup(group_body(graph, types, members, operands, [*results], origin)), operands, results, origin)
 
 
 # -- the kernel of a group ---------------------------------------------------------------------

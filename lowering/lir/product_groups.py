@@ -28,7 +28,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
-from rlx_jax.ir.region import join_nodes
+from rlx_jax.ir.region import Group, join_nodes
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, is_same_by_rows, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import Matvec, find_tiling, matvec
@@ -49,21 +49,18 @@ NOT_BY_ROWS = "not an op on each row by itself"
 
 def group_products(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `KernelGroup` for each product of a few rows with a weight that a kernel divides."""
-    return join_nodes(graph, types, order_groups, add_group)
+    return join_nodes(graph, types, order_groups)
 
 
-def order_groups(graph: Graph) -> tuple[list[int], dict[int, tuple[Members, list[Value]]]]:
-    """Return the nodes in an order in which each group is one unit, and by the product the groups with their results.
-
-    Other nodes read these results.
-    """
+def order_groups(graph: Graph, types: TypeCache) -> tuple[list[int], dict[int, Group]]:
+    """Return the nodes in an order in which each group is one unit, and the groups by the product."""
     groups = find_groups(graph, readers := find_readers(graph))
     while not isinstance(order := order_units(graph, groups), list):
         before, after, (_, limit) = groups[order]
         first = f"not {op_name(graph.nodes[before[-1]].op)} before it: ops between read it"
         groups[order] = [], after, (first, limit)
-    results = (results_of(graph, [*before, *after], readers) for before, after, _ in groups.values())
-    return order, {product: (group, live) for (product, group), live in zip(groups.items(), results, strict=True)}
+    live = {product: results_of(graph, [*before, *after], readers) for product, (before, after, _) in groups.items()}
+    return order, {product: group_of(graph, types, product, groups[product], live[product]) for product in groups}
 
 
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
@@ -293,30 +290,27 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
     return order
 
 
-def add_group(
-    b: Builder, graph: Graph, group: tuple[Members, list[Value]], product: int, values: dict[Value, Value]
-) -> None:
-    """Append a group to a builder, and add its results to `values`."""
-    (before, after, limits), live = group
-    nodes = graph.nodes
+def group_of(graph: Graph, types: TypeCache, product: int, members: Members, live: Sequence[Value]) -> Group:
+    """Return the group of a product; `live` are the results that other nodes read."""
+    before, after, limits = members
+    nodes, origin = graph.nodes, graph.nodes[product].origin
     weight = nodes[product].inputs[1]
     rows = reads_of(graph, before) if before else [nodes[product].inputs[0]]
     entries = [v for v in reads_of(graph, after[1:]) if v.node not in after]
     operands = [*rows, weight, *entries]
-    body = Builder(f"{graph.name}.group", b.types, b.origin)
+    body = Builder(f"{graph.name}.group", types, origin)
     inputs = [body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)]
     inner = dict(zip([*rows, weight], inputs, strict=False))
-    members = [*before, *after]
-    for value in (v for number in members for v in nodes[number].inputs):
+    for value in (v for number in (*before, *after) for v in nodes[number].inputs):
         if isinstance(constant := nodes[value.node].op, Constant) and is_constant(graph, value):
             inner[value] = body.leaf(constant)
-    for number in members:
+    for number in (*before, *after):
         body.copy(nodes[number], number, inner)
         if number == product:  # a value that ops on both sides of the product read is two operands
             inner.update(zip(entries, inputs[len(rows) + 1 :], strict=True))
     outputs = [v for v in live if v.node not in before] + [v for v in live if v.node in before]
     op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows), limits)
-    values.update(zip(outputs, b.add(op, *(values[v] for v in operands)), strict=True))
+    return Group(op, operands, {v: i for i, v in enumerate(outputs)}, origin)
 
 
 def reads_of(graph: Graph, members: Sequence[int]) -> list[Value]:

@@ -89,57 +89,73 @@ def replace_ops(
     return rewrite(graph, everywhere(fn), types, by)
 
 
-Group = TypeVar("Group")
+@dataclass(frozen=True)
+class Group:
+    """Nodes that become one node.
+
+    Attributes:
+        op: the op of that node.
+        operands: the values that it reads.
+        results: by the values of the nodes that others read, the number of the result.
+        origin: the origin of the node.
+    """
+
+    op: Op
+    operands: Sequence[Value]
+    results: Mapping[Value, int]
+    origin: Origin
 
 
-def join_nodes(
-    graph: Graph, types: TypeCache, find: Callable[[Graph], tuple[Sequence[int], Mapping[int, Group]]],
-    add: Callable[[Builder, Graph, Group, int, dict[Value, Value]], None],
-) -> Graph:  # fmt: skip
+FindGroups = Callable[[Graph, TypeCache], tuple[Sequence[int], Mapping[int, Group]]]
+
+
+def join_nodes(graph: Graph, types: TypeCache, find: FindGroups) -> Graph:
     """Return the graph, and its regions, with groups of nodes joined.
 
     Args:
         graph: a program or a region.
         types: infers the types.
-        find: returns the numbers of the nodes to copy, in order, and by the number of one of them, the groups.
-        add: appends a group, given its number, in place of that node, and adds its results to the values.
+        find: returns the numbers of the nodes to copy, in order, and the groups by the number of the node in place of
+            which they are.
     """
     builder, values = Builder(graph.name, types), dict[Value, Value]()
     builder.inputs = list(graph.inputs)
-    order, groups = find(graph)
+    order, groups = find(graph, types)
     for number in order:
-        node = graph.nodes[number]
-        if number in groups:
-            with builder.origin_scope(node.origin):
-                add(builder, graph, groups[number], number, values)
-        else:
-            regions = tuple(join_nodes(region, types, find, add) for region in node.op.regions())
+        node, group = graph.nodes[number], groups.get(number)
+        if group is None:
+            regions = tuple(join_nodes(region, types, find) for region in node.op.regions())
             builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
+        else:
+            with builder.origin_scope(group.origin):
+                results = builder.add(group.op, *(values[v] for v in group.operands))
+            values.update({v: results[i] for v, i in group.results.items()})
     builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
     return builder.finish([values[v] for v in graph.outputs], graph.output_names)
 
 
 def group_body(
-    body: Builder, graph: Graph, members: Sequence[int], operands: Sequence[Value]
-) -> tuple[Builder, dict[Value, Value]]:
-    """Append the nodes of a group to a builder, with the constants that they read.
+    graph: Graph, types: TypeCache, members: Sequence[int], operands: Sequence[Value], outputs: Sequence[Value],
+    origin: Origin,
+) -> Graph:  # fmt: skip
+    """Return the nodes of a group, with the constants that they read, as a region.
 
     Args:
-        body: an empty builder.
         graph: the graph of the nodes.
+        types: infers the types.
         members: the numbers of the nodes, in order.
         operands: the values that become inputs of the body.
-
-    Returns:
-        the builder, and the values in it by the values of the graph.
+        outputs: the values that become its outputs.
+        origin: the origin of the inputs.
     """
+    body = Builder(f"{graph.name}.group", types, origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
     for member in members:
         for value in graph.nodes[member].inputs:
             if value not in inner and isinstance(constant := graph.nodes[value.node].op, Constant):
                 inner[value] = body.leaf(constant)
         body.copy(graph.nodes[member], member, inner)
-    return body, inner
+    return body.finish([inner[v] for v in outputs])
 
 
 def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
