@@ -82,6 +82,7 @@ class ModelFlow(Stages):
     _declared: tuple[WeightDecl, ...] = ()
     _added_weights: WeightSource | None = None
     _missing: Literal["error", "init"] = "error"
+    # Every source that the flow is bound to or compiled with passes through it; its own result, too, and unchanged.
     _adapt_weights: Callable[[WeightSource], WeightSource] | None = None
     _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can
@@ -165,11 +166,6 @@ class ModelFlow(Stages):
             return replace(self, _added_weights=combine_sources(open_weights(weights), self._added_weights))
         opened = None if weights is None else open_weights(weights)
         return replace(self, _weights=opened, _ignored_keys=(*self._ignored_keys, *leave))
-
-    def _with_adapted_weights(self, adapt: Callable[[WeightSource], WeightSource]) -> ModelFlow:
-        """Pass every weight source that the flow is bound to or compiled with through `adapt`, which may decode packed
-        weights. `adapt` must be idempotent: it is also called with its own result, and returns that as it is."""
-        return replace(self, _adapt_weights=adapt)
 
     def with_mtp(self, make: MtpFactory) -> ModelFlow:
         """Set the multi-token-prediction (MTP) module that `speculative="mtp"` drafts with.

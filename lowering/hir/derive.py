@@ -88,10 +88,8 @@ def derive(
         d.token_mask = TokenMask.of(graph, supplied)
     # Nodes that depend on no token are rewritten separately: `prefill` stores their values, `explicit` computes them.
     has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
-    request_levels, fn = (
-        per_request.find_request_levels(graph) if has_request_values else per_request.RequestLevels(),
-        rule_rewrite(d),
-    )
+    request_levels = per_request.find_request_levels(graph) if has_request_values else per_request.RequestLevels()
+    fn = rule_rewrite(d)
 
     def enter(graph: Graph) -> Rewrite:
         if program == "padded":

@@ -36,7 +36,7 @@ from rlx_jax.lowering.lir.head_groups import run_heads
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.mosaic import LazyModule
 from rlx_jax.lowering.lir.packed import decoded, multiplies_tiles
-from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
+from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, Plan, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
@@ -285,26 +285,15 @@ def has_mosaic() -> bool:
 
 
 def choose_implementations(
-    graph: Graph,
-    device: Device,
-    attention: str,
-    products: str,
-    experts: str,
-    model_sharding: ModelSharding | None,
-    kernels: bool,
-    packed: bool = False,
+    graph: Graph, device: Device, plan: Plan, model_sharding: ModelSharding | None = None
 ) -> dict[Call, Choice]:
     """Choose implementations for a program with static sizes.
 
     Args:
         graph: the MIR program.
         device: the target.
-        attention: the requested implementation of attention.
-        products: the requested implementation of products with weights.
-        experts: the requested implementation of mixtures of experts.
-        model_sharding: the sharding, None on one device and in the program of one device.
-        kernels: whether custom kernels may be chosen; they run on one device, or the program of one.
-        packed: whether packed weights stay packed on the device.
+        plan: the plan without choices, which has the requested implementations.
+        model_sharding: the sharding, None on one device and in the program of one device. Kernels run without one.
 
     Returns:
         A choice for every attention and mixture of experts, and for those products, recurrences and cache writes for
@@ -313,10 +302,10 @@ def choose_implementations(
     Raises:
         UnsupportedError: an attention cannot run by the requested implementation; names its block and the reason.
     """
-    use_kernels = kernels and model_sharding is None and has_kernels(device)
+    use_kernels = plan.kernels and model_sharding is None and has_kernels(device)
     rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
-        AttentionOp: lambda call: choose_attention(call, device, attention),
-        **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
+        AttentionOp: lambda call: choose_attention(call, device, plan.implementation),
+        **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, plan.products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
         # The passes in `compiler/passes.py` make groups only where their kernels run.
@@ -328,10 +317,10 @@ def choose_implementations(
         CausalConvOp: lambda call: choose_convolution(call, device),
         RmsNormOp: lambda call: choose_norm(call, use_kernels),
         TopK: lambda call: choose_selection(call, use_kernels),
-        ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
+        ExpertFfn: lambda call: choose_experts(call, device, plan.experts, model_sharding, use_kernels),
     }
-    with_kernels = (GatedDeltaOp, ExpertFfn) if experts == "auto" else (GatedDeltaOp,)
-    is_refused = kernels and not use_kernels and device.kind == "cuda"
+    with_kernels = (GatedDeltaOp, ExpertFfn) if plan.experts == "auto" else (GatedDeltaOp,)
+    is_refused = plan.kernels and not use_kernels and device.kind == "cuda"
     place = f"jax {jax.__version__}" if device.has_kernels else device.name
     reason = f"; no kernel: none for {'a mesh' if model_sharding is not None else place}"
     choices: dict[Call, Choice] = {}
@@ -343,7 +332,7 @@ def choose_implementations(
             if choice is not None and is_refused and isinstance(node.op, with_kernels):
                 choice = Choice(choice.implementation, choice.reason + reason)
             weight = inner.nodes[node.inputs[1].node].op if isinstance(node.op, PRODUCTS) else None
-            takes_tiles = use_kernels and packed and products == "auto"
+            takes_tiles = use_kernels and plan.packed and plan.products == "auto"
             if takes_tiles and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
                 choice = Choice("packed_tiles", "a kernel decodes the packed weight in registers")
             choices |= {} if choice is None else {call: choice}

@@ -68,8 +68,6 @@ from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import ModelFacts, warn_without_effect
 from rlx_jax.program import Built
 
-REPORT_VARIABLE = "RLX_FUSION_REPORT"
-
 
 @dataclass(frozen=True)
 class Template:
@@ -259,7 +257,7 @@ def _lower(
 
 def prints_fusion() -> bool:
     """Return whether the environment variable `RLX_FUSION_REPORT` asks for the fusion report of each program."""
-    return os.environ.get(REPORT_VARIABLE, "").lower() not in ("", "0", "false")
+    return os.environ.get("RLX_FUSION_REPORT", "").lower() not in ("", "0", "false")
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
@@ -282,10 +280,9 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     groupings = tuple(map(pass_named, names if model_sharding is None else ()))
     for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph
-    plan = settings.plan
-    preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels, plan.packed
-    choices = choose_implementations(graph, settings.device, *preferences)
-    plan = replace(plan, donate_inputs=reusable_inputs(global_graph, plan.donate_inputs), choices=choices)
+    choices = choose_implementations(graph, settings.device, settings.plan, model_sharding)
+    donated = reusable_inputs(global_graph, settings.plan.donate_inputs)
+    plan = replace(settings.plan, donate_inputs=donated, choices=choices)
     grouped = tuple(p.name for p in groupings if p.runs(job))
     if shard is None:
         return Lir(graph, plan, grouped, refusal or step_refusal(settings, job.program))
@@ -343,13 +340,9 @@ def make_function(
 def shard_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> StateArrays:
     """Return the state, constrained to the sharding that the next call expects."""
     leaves = returned_leaves(lir.graph, lir.plan.scan)
-
-    def constrain(name: str, array: Any) -> Any:
-        if name not in leaves:
-            return array
-        return lax.with_sharding_constraint(array, model_sharding.value_sharding(leaves[name][1], array.shape))
-
-    return {name: constrain(name, array) for name, array in state.items()}
+    roles = {name: role for name, (_, role) in leaves.items() if name in state}
+    shardings = {name: model_sharding.value_sharding(roles[name], state[name].shape) for name in roles}
+    return {**state, **{name: lax.with_sharding_constraint(state[name], s) for name, s in shardings.items()}}
 
 
 def runnable_on_device(lir: Lir, device: Device) -> Mapping[Call, Choice]:

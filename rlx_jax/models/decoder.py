@@ -234,9 +234,13 @@ def decoder_flow(
     if recipe.head is None:
         unread += [f"{layer.key}." for layers in recipe.heads.values() for layer in layers]
     return (
-        ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
+        ModelFlow(
+            recipe.name,
+            profile=recipe.hooks.profile,
+            _max_positions=c.max_position_embeddings,
+            _adapt_weights=recipe.adapt_weights,
+        )
         .with_weights(recipe.weights, leave=(*leave, *unread))
-        ._with_adapted_weights(recipe.adapt_weights)
         .patch(partial(_append_embedding, recipe, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)

@@ -248,30 +248,22 @@ class Family:
 
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
-        """Return a family of text encoders."""
-        return Family._tower(recipe, "encoder", architectures)
+        """Return a family of text encoders, which may have heads."""
+        return Family.tower(recipe, "", *architectures)
 
     @staticmethod
-    def vision(
-        recipe: type[VisionFlow[Any]], processor_prefix: str, *architectures: str, config_field: str = ""
+    def tower(
+        recipe: type[TowerFlow[Any]], processor_prefix: str, *architectures: str, config_field: str = ""
     ) -> Family:
-        """Return a family of vision towers.
+        """Return a family of towers, which may have heads.
 
         Args:
             recipe: its class.
-            processor_prefix: see `Pretrained`.
+            processor_prefix: see `Pretrained`; empty for text encoders.
             architectures: see `Family`.
             config_field: the field of the config with the tower's config, for classifiers whose config also has a text
                 tower, which they do not use; empty if the config is the tower's.
         """
-        return Family._tower(recipe, "vision", architectures, processor_prefix, config_field)
-
-    @staticmethod
-    def _tower(
-        recipe: type[TowerFlow[Any]], kind: ModelKind, architectures: tuple[str, ...], processor_prefix: str = "",
-        config_field: str = "",
-    ) -> Family:  # fmt: skip
-        """Return a family of towers, which may have heads; see `vision`."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             if config_field:
@@ -281,8 +273,8 @@ class Family:
                 instance = recipe.for_prefill(config)
             name, heads = architecture(config)[1], instance.task_heads()
             head = None if headless else read_head(config, name, heads, *recipe.head_token)
-            kind_with_head = KINDS[head.task] if head else kind
-            return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
+            kind = KINDS[head.task] if head else "vision" if processor_prefix else "encoder"
+            return bind_recipe(replace(instance, head=head), source, kind, processor_prefix)
 
         return Family(opened_once(opener), architectures, None if config_field else recipe.config_type)
 
@@ -294,7 +286,7 @@ class Family:
             recipe, vision: the classes of both towers and of the image tower.
             name: first part of the architectures, and of the image processor's class.
         """
-        classifiers = Family.vision(vision, name, f"{name}ForImageClassification", config_field="vision_config")
+        classifiers = Family.tower(vision, name, f"{name}ForImageClassification", config_field="vision_config")
         return Family.either(Family.of(recipe, "dual", name, f"{name}Model"), classifiers)
 
     @staticmethod
@@ -397,29 +389,27 @@ FAMILIES: dict[str, Family] = {
     "esm": Family.encoder(models.EsmFlow, *task_architectures("Esm")),
     "nomic_bert": Family.either(
         Family.encoder(models.NomicFlow, *task_architectures("NomicBert", "PreTraining")),
-        Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
+        Family.tower(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
     ),
-    "vit": Family.vision(models.ViTFlow, "ViT", *(f"ViT{end}" for end in VIT)),
-    "deit": Family.vision(DeiTFlow, "DeiT", *(f"DeiT{end}" for end in VIT), f"DeiTFor{TEACHER}"),
-    "ijepa": Family.vision(IJepaFlow, "ViT", "IJepaModel", "IJepaForImageClassification"),
-    "vit_msn": Family.vision(ViTMsnFlow, "ViT", "ViTMSNModel", "ViTMSNForImageClassification"),
-    "beit": Family.vision(BeitFlow, "Beit", *(f"Beit{end}" for end in VIT)),
-    "data2vec-vision": Family.vision(BeitFlow, "Beit", "Data2VecVisionModel", "Data2VecVisionForImageClassification"),
-    "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
-    "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
-    "dinov3_vit": Family.vision(Dinov3Flow, "DINOv3ViT", "DINOv3ViTModel", "DINOv3ViTBackbone"),
+    "vit": Family.tower(models.ViTFlow, "ViT", *(f"ViT{end}" for end in VIT)),
+    "deit": Family.tower(DeiTFlow, "DeiT", *(f"DeiT{end}" for end in VIT), f"DeiTFor{TEACHER}"),
+    "ijepa": Family.tower(IJepaFlow, "ViT", "IJepaModel", "IJepaForImageClassification"),
+    "vit_msn": Family.tower(ViTMsnFlow, "ViT", "ViTMSNModel", "ViTMSNForImageClassification"),
+    "beit": Family.tower(BeitFlow, "Beit", *(f"Beit{end}" for end in VIT)),
+    "data2vec-vision": Family.tower(BeitFlow, "Beit", "Data2VecVisionModel", "Data2VecVisionForImageClassification"),
+    "dinov2": Family.tower(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
+    "dinov2_with_registers": Family.tower(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
+    "dinov3_vit": Family.tower(Dinov3Flow, "DINOv3ViT", "DINOv3ViTModel", "DINOv3ViTBackbone"),
     "clip": Family.dual(models.ClipFlow, ClipVisionFlow, "CLIP"),
     "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
-    "clip_vision_model": Family.vision(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "metaclip_2": Family.vision(
-        ClipVisionFlow, "CLIP", "MetaClip2ForImageClassification", config_field="vision_config"
-    ),
+    "clip_vision_model": Family.tower(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "metaclip_2": Family.tower(ClipVisionFlow, "CLIP", "MetaClip2ForImageClassification", config_field="vision_config"),
     "siglip": Family.dual(models.SiglipFlow, SiglipVisionFlow, "Siglip"),
     "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
-    "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
+    "siglip_vision_model": Family.tower(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "siglip2": Family.dual(Siglip2Flow, Siglip2VisionFlow, "Siglip2"),
     "siglip2_text_model": Family.encoder(models.SiglipTextFlow, "Siglip2TextModel"),
-    "siglip2_vision_model": Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2VisionModel"),
+    "siglip2_vision_model": Family.tower(Siglip2VisionFlow, "Siglip2", "Siglip2VisionModel"),
     "Flux2Transformer2DModel": Family.of(models.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
 }
 

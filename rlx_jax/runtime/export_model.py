@@ -352,7 +352,7 @@ def _platform_functions(
     groups: dict[frozenset[tuple[Call, Choice]], list[str]] = {}
     for platform in platforms:
         device = replace(named_device(platform), cudnn=None)
-        static_choices = choose_implementations(static, device, "auto", "xla", plan.experts, None, kernels=False)
+        static_choices = choose_implementations(static, device, replace(plan, products="xla", packed=False))
         # Both graphs have the same nodes, and differ in the sizes alone.
         choices = {
             call_of(inner, node): static_choices[call]
