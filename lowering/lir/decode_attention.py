@@ -98,23 +98,14 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
             next(new_head)
         if stage:
             plgpu.commit_smem()
-    warps = pl.ds(group * WARPS, WARPS)
     if spec.has_tiles:
         size = 4 if count <= 4 else MAX_ROWS
         queries = load(buffers.at[pl.ds(0, size), 1], query_layout(size))
-        sums = attend_tiles(spec, step, blocks, ahead, queries, interpret)
-        parts = totals_ref.at[0, :, warps], totals_ref.at[1, :, warps], sums_ref.at[0, :, warps]
-        for ref, part in zip(parts, sums, strict=True):
-            store(ref, part)
+        tiled_sums = attend_tiles(spec, step, blocks, ahead, queries, interpret)
+        store_sums(refs, slice(None), *tiled_sums)
     else:
-        queries = [head_of(spec, buffers, i) for i in range(count)]
-        for i, (peaks, totals, values) in enumerate(attend(spec, step, blocks, ahead, queries)):
-            store(totals_ref.at[0, i, warps], peaks)
-            store(totals_ref.at[1, i, warps], totals)
-            # In two parts of bf16: a lane can store 8 of them, but not 8 of f32.
-            high = values.astype(jnp.bfloat16)
-            store(sums_ref.at[0, i, warps], high)
-            store(sums_ref.at[1, i, warps], (values - high.astype(jnp.float32)).astype(jnp.bfloat16))
+        for i, sums in enumerate(attend(spec, step, blocks, ahead, [head_of(spec, buffers, i) for i in range(count)])):
+            store_sums(refs, i, *sums)
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.done)
     plgpu.barrier_wait(refs.done)
@@ -138,6 +129,20 @@ def run_program(spec: AttentionKernel, refs: Any, interpret: bool) -> None:
             place = step.slot // spec.warp_keys, lax.rem(step.slot, spec.warp_keys)
             head = load(buffers.at[count + i, 1], HeadLayouts.of(spec.width).columns, optimized=True)
             store(ref.at[*place, pl.ds(kv_head * spec.width, spec.width)], head.astype(ref.dtype))
+
+
+def store_sums(refs: Any, heads: Any, peaks: AnyArray, totals: AnyArray, values: AnyArray) -> None:
+    """Write the maximum, the sum and the weighted values of each warp for some heads to shared memory."""
+    warps = pl.ds(refs.group * WARPS, WARPS)
+    store(refs.totals.at[0, heads, warps], peaks)
+    store(refs.totals.at[1, heads, warps], totals)
+    if refs.sums.dtype == jnp.float32:
+        store(refs.sums.at[0, heads, warps], values)
+        return
+    # In two parts of bf16: a lane can store 8 of them, but not 8 of f32.
+    high = values.astype(jnp.bfloat16)
+    store(refs.sums.at[0, heads, warps], high)
+    store(refs.sums.at[1, heads, warps], (values - high.astype(jnp.float32)).astype(jnp.bfloat16))
 
 
 def head_of(spec: AttentionKernel, buffers: Any, number: Any, layout: Any = None) -> AnyArray:

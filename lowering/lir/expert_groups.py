@@ -154,33 +154,56 @@ def stream_experts(
     (count,), (_, inner, hidden) = shares.jaxpr.in_avals[0].shape[-1:], weights[0].shape
     tilings = find_tilings(count, inner, hidden)
     assert tilings is not None
-    up, down = tilings
-    bf16 = x.dtype
+    row, ids, values = multiply_selected(tilings[0], mixture, logits, x, weights[:2], interpret)
+    return add_selected(tilings[1], shares, row, ids, values, weights[2], residual, interpret)
+
+
+def multiply_selected(
+    t: Tiling, mixture: ExpertFfn, logits: AnyArray, x: AnyArray, weights: Sequence[AnyArray], interpret: Any
+) -> tuple[AnyArray, AnyArray, AnyArray]:
+    """Select experts, and return the activation of the gate and up of each, their numbers, and their logits."""
+    inner, bf16 = weights[0].shape[1], x.dtype
 
     def select(refs: Any) -> None:
-        choice = refs.first * up.tile_rows // inner
+        choice = refs.first * t.tile_rows // inner
         expert = find_expert(refs.logits, choice)
 
-        @pl.when(refs.first * up.tile_rows == choice * inner)
+        @pl.when(refs.first * t.tile_rows == choice * inner)
         def _() -> None:
             refs.ids[choice] = expert
             refs.values[choice] = refs.logits[0][expert]
 
         def source(part: int, row: AnyArray, line: AnyArray) -> Any:
-            rows = pl.ds((expert - choice) * inner + row, up.tile_rows)
-            return refs.weights[part].at[rows, pl.ds(line, up.tile_lines)]
+            rows = pl.ds((expert - choice) * inner + row, t.tile_rows)
+            return refs.weights[part].at[rows, pl.ds(line, t.tile_lines)]
 
-        spec = Matvec(up, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16))
-        run_program(spec, refs, WeightTiles(up, source, refs))
+        spec = Matvec(t, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16))
+        run_program(spec, refs, WeightTiles(t, source, refs))
+
+    count, views = t.rows // inner, [w.reshape(-1, t.lines, t.width) for w in weights]
+    chosen = {"ids": jax.ShapeDtypeStruct((count,), jnp.int32), "values": jax.ShapeDtypeStruct((count,), logits.dtype)}
+    inputs = {"logits": [logits, logits], "rows": [x.reshape(t.x_shape)], "weights": views, "entries": []}
+    outputs = {"results": [jax.ShapeDtypeStruct((t.rows,), bf16)], **chosen, "kept": []}
+    row, ids, values = run_tiles(t, select, inputs, outputs, scratch_of(t, bf16, bf16), interpret)
+    return row, ids, values
+
+
+def add_selected(
+    t: Tiling, shares: KernelTrace, row: AnyArray, ids: AnyArray, values: AnyArray, weight: AnyArray,
+    residual: Sequence[AnyArray], interpret: Any,
+) -> AnyArray:  # fmt: skip
+    """Return the sum of the results of the selected experts, weighted by `shares` of their logits, and of a residual.
+
+    Other arguments are results of `multiply_selected`, and down of all experts.
+    """
+    (_, hidden, inner), bf16 = weight.shape, row.dtype
+    lines = inner // t.width
 
     def add(refs: Any) -> None:
-        lines = inner // down.width
-        chunks = lines // down.tile_lines
-
         def source(_: int, row: AnyArray, line: AnyArray) -> Any:
             choice = line // lines
-            rows = pl.ds(refs.ids[choice] * hidden + row, down.tile_rows)
-            return refs.weight.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
+            rows = pl.ds(refs.ids[choice] * hidden + row, t.tile_rows)
+            return refs.weight.at[rows, pl.ds(line - choice * lines, t.tile_lines)]
 
         def prologue(x: AnyArray, axis: int | None) -> list[AnyArray]:
             (share,) = shares(load(refs.values, each_layout()), axis=0)
@@ -188,29 +211,16 @@ def stream_experts(
             return [x]
 
         def factor(chunk: AnyArray) -> AnyArray:
-            return refs.shares[chunk // chunks]
+            return refs.shares[chunk // (lines // t.tile_lines)]
 
         epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(refs.entries), bf16)
-        run_program(Matvec(down, prologue, epilogue), refs, WeightTiles(down, source, refs, factor))
+        run_program(Matvec(t, prologue, epilogue), refs, WeightTiles(t, source, refs, factor))
 
-    views = [
-        w.reshape(-1, t.lines if t is up else inner // t.width, t.width)
-        for w, t in zip(weights, (up, up, down), strict=True)
-    ]
-    chosen = {"ids": jax.ShapeDtypeStruct((count,), jnp.int32), "values": jax.ShapeDtypeStruct((count,), logits.dtype)}
-    inputs = {"logits": [logits, logits], "rows": [x.reshape(up.x_shape)], "weights": views[:2], "entries": []}
-    outputs = {"results": [jax.ShapeDtypeStruct((up.rows,), bf16)], **chosen, "kept": []}
-    row, ids, values = run_tiles(up, select, inputs, outputs, scratch_of(up, bf16, bf16), interpret)
-    inputs = {
-        "ids": ids,
-        "values": values,
-        "rows": [row.reshape(down.x_shape)],
-        "weight": views[2],
-        "entries": residual,
-    }
+    rows, view = [row.reshape(t.x_shape)], weight.reshape(-1, lines, t.width)
+    inputs = {"ids": ids, "values": values, "rows": rows, "weight": view, "entries": residual}
     outputs = {"results": [jax.ShapeDtypeStruct((hidden,), bf16)], "kept": []}
-    scratch = {**scratch_of(down, bf16, bf16), "shares": plgpu.SMEM((count,), jnp.float32)}
-    return run_tiles(down, add, inputs, outputs, scratch, interpret)[0]
+    scratch = {**scratch_of(t, bf16, bf16), "shares": plgpu.SMEM((len(ids),), jnp.float32)}
+    return run_tiles(t, add, inputs, outputs, scratch, interpret)[0]
 
 
 @functools.lru_cache(maxsize=256)

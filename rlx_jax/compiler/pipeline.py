@@ -359,10 +359,9 @@ def runnable_on_device(lir: Lir, device: Device) -> Mapping[Call, Choice]:
             f"{lir.plan.target}, and JAX runs on {device.kind}: here the plan can be inspected, but not run"
         )
     if idle:
-        message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {device.kind}"
-        warnings.warn(
-            f"{lir.graph.name}: {message}: XLA's implementation runs instead", errors.RlxWarning, stacklevel=2
-        )
+        plan = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {device.kind}"
+        message = f"{lir.graph.name}: {plan}: XLA's implementation runs instead"
+        warnings.warn(message, errors.RlxWarning, stacklevel=2)
     return choices
 
 

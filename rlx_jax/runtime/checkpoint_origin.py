@@ -83,26 +83,23 @@ class CheckpointOrigin:
                     "alone, rlx_jax.save(model.model, path)"
                 )
 
-    def files(self, built: Built, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
+    def files(self, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
         """Return the companion files of the weights, by path.
 
         They are copied unchanged, except that the config declares the new dtype and no packing.
 
         Args:
-            built: the flow of the model that is saved.
             dtype: the dtype that all floating weights are saved in; None if they keep theirs.
 
         Returns:
             The bytes of each file by its path, relative to the checkpoint's directory.
 
         Raises:
-            UnsupportedError: the config does not describe the model.
             ConfigError: a file that was read when the model was loaded is missing now.
 
         Warns:
             RlxWarning: a file of `COMPANION_FILES` that rlx_jax does not need cannot be read.
         """
-        self.check_model(built)
         prefix = f"{self.subfolder}/" if self.subfolder else ""
         contents = {}
         for name in [path.relative_to(self.folder.path).as_posix() for path in list(self.folder.files_read)]:

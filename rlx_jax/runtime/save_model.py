@@ -60,10 +60,10 @@ def save(
             head and routers; the others keep their dtype.
 
     Raises:
-        WeightError: without `dtype`, values would be rounded, or weights were packed.
+        WeightError: the model has no parameters, or one key twice with different values; or without `dtype`, values
+            would be rounded, or weights were packed.
         TargetExistsError: `path` exists, and `overwrite` is false or something else wrote it.
         NoSpaceError, SaveFailedError: the disk is full or refuses; `path` is unchanged.
-        WeightError: the model has no parameters, or has one key twice with different values.
         UnsupportedError: another format; a dtype or shape that the format cannot store; a `CausalLM` or an `Encoder`
             that does not come from `rlx_jax.load`, or was loaded with an edited `recipe=`, which no `config.json`
             describes; a config or a tokenizer that the metadata of a GGUF file cannot express.
@@ -71,31 +71,27 @@ def save(
     if format is None and isinstance(path, str | os.PathLike) and os.fsdecode(path).lower().endswith(SUFFIX):
         format = "gguf"
     compiled, loaded_from = _compiled_and_origin(model)
-    programs = compiled.programs
+    leaves, source = compiled.programs.layout.params, compiled.programs.source
+    source = source if has_any_values(source) else None
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
-    source = programs.source if has_any_values(programs.source) else None
     target, storage = parse_dtype(dtype, format, "save: dtype=")
-    if loaded_from is None and storage is not None or format == "gguf":
-        if loaded_from is None:
-            raise errors.UnsupportedError(
-                f"save: {dtype or format} needs the config of a checkpoint: save the result of rlx_jax.load"
-            )
+    default, subfolder, files, metadata = "orbax", "", None, None
+    if loaded_from is not None:
         loaded_from.check_model(compiled.built)
-    files = {} if format == "gguf" or loaded_from is None else loaded_from.files(compiled.built, target)
+        default, subfolder = "safetensors", loaded_from.subfolder
+        files = None if format == "gguf" else loaded_from.files(target)
+    elif storage is not None or format == "gguf":
+        message = f"save: {dtype or format} needs the config of a checkpoint: save the result of rlx_jax.load"
+        raise errors.UnsupportedError(message)
     if target is None and storage is None:
-        _refuse_packed(programs.layout.params.values())
-    entries = _entries(_weights(programs.layout.params, params, source), target)
-    if loaded_from is None:
-        write_checkpoint(path, entries, format or "orbax", overwrite)
-    elif format == "gguf":
+        _refuse_packed(leaves.values())
+    entries = _entries(_weights(leaves, params, source), target)
+    if loaded_from is not None and format == "gguf":
         metadata, entries = loaded_from.describe(entries)
-        write_checkpoint(path, entries, format, overwrite, metadata=metadata, storage=storage)
-    else:
-        if source is not None:
-            entries = with_unused_weights(entries, source, target, decodes=storage is not None)
-        subfolder = loaded_from.subfolder
-        write_checkpoint(path, entries, format or "safetensors", overwrite, files, subfolder, storage=storage)
+    elif loaded_from is not None and source is not None:
+        entries = with_unused_weights(entries, source, target, decodes=storage is not None)
+    write_checkpoint(path, entries, format or default, overwrite, files, subfolder, metadata, storage)
 
 
 def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:
