@@ -89,6 +89,7 @@ def test_the_kernel_lowers_for_a_gpu() -> None:
     assert text.count("mosaic_gpu_v2") == 2
 
 
+@needs_mosaic
 def test_the_kernel_has_the_gradient_of_the_form_without_it() -> None:
     arrays = case_arrays("three chunks")
 

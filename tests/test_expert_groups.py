@@ -19,6 +19,7 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
 from rlx_jax.lowering.lir.expert_products import grouped, multiply_choices
+from rlx_jax.lowering.lir.experts import blocked
 from tests.interpreter import interpreted, needs_mosaic
 
 EXPERTS, ROUTE = ExpertFfn(), Route(8)
@@ -116,16 +117,24 @@ def test_products_of_blocks_are_the_op(case: str) -> None:
     assert found.dtype == BF16 and np.abs(got - right).max() <= 0.01 * np.abs(right).max()
 
 
+def product_slopes(case: str, dtype: Any, run: Any) -> Any:
+    tokens, widths, op = PRODUCTS[case]
+    given = product_arrays(tokens, widths, op, dtype)
+    floats = [i for i, a in enumerate(given) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.cos(run(op, *a).astype(F32))), floats))(*given)
+
+
 def test_products_of_blocks_have_the_gradient_of_the_op() -> None:
-    tokens, widths, op = PRODUCTS["16 rows, [in, out], biases"]
-    given = product_arrays(tokens, widths, op, F32)
-    floats = [i for i, a in enumerate(given) if a.dtype == F32]
-
-    def slopes(run: Any) -> Any:
-        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.cos(run(*a))), floats))(*given)
-
-    for got, want in zip(slopes(lambda *a: grouped(op, *a)), slopes(op.eval), strict=True):
+    slopes = (product_slopes("16 rows, [in, out], biases", F32, run) for run in (blocked, ExpertFfn.eval))
+    for got, want in zip(*slopes, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@needs_mosaic
+def test_the_kernel_of_products_has_the_gradient_of_blocks() -> None:
+    slopes = (product_slopes("16 rows, [in, out], biases", BF16, run) for run in (grouped, blocked))
+    for got, want in zip(*slopes, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @needs_mosaic
