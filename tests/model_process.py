@@ -1,4 +1,4 @@
-"""One process of a run that opens a checkpoint over eight devices, generates, and trains: what `test_processes` starts.
+"""One process of a run that opens a checkpoint over eight devices, generates, and trains: what `test_mesh` starts.
 
     python -m tests.model_process CHECKPOINT DIRECTORY --steps 20 --process 0 --of 2 --port 1234
 

@@ -38,15 +38,15 @@ from tests import test_attention as attention
 from tests import test_cached_masks as masks
 from tests import test_chat as chats
 from tests import test_cross_attention as cross
-from tests import test_cuts as cuts
 from tests import test_decode_stages as stages
 from tests import test_decoder_block as layers
 from tests import test_explicit as explicit
+from tests import test_flow_inputs as cuts
 from tests import test_folder as folders
-from tests import test_gdn_scan as gdn
 from tests import test_gpt_oss as gpt_oss
 from tests import test_label_losses as heads
 from tests import test_mesh_params as meshes
+from tests import test_module as queries
 from tests import test_packed as packing
 from tests import test_packed_models as packed_models
 from tests import test_padded as padded
@@ -54,7 +54,7 @@ from tests import test_param_programs as programs
 from tests import test_patching as patching
 from tests import test_plugins as extensions
 from tests import test_programs as together
-from tests import test_queries as queries
+from tests import test_recurrences as gdn
 from tests import test_self_attention as selves
 from tests import test_siglip2 as naflex
 from tests import test_spec_stage_forms as forms

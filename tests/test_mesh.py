@@ -1,11 +1,16 @@
 """Models divided over devices say what they say on one: logits, tokens, gradients, files; and what they send for it.
 
-The quick tier has experts and a window, the slow one an archetype on a mesh each; every family on the largest mesh and
-each mesh for one family are a soak.
+The quick tier has experts and a window, the slow one an archetype on a mesh each and two processes; every family on the
+largest mesh and each mesh for one family are a soak.
 """
 
 import functools
+import json
 import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +19,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
+from tests import model_process
 from tests.divided import DECODERS, ENCODERS, IMAGES, SIZES, V, mesh, recipe, weights
 from tests.oracles.comparing import TOLERANCE, assert_close
 from tests.small import profile
@@ -250,3 +256,51 @@ def test_blocks_with_a_state(family: str, devices: int, sums: int, whole: list[s
     cut = {name: a.sharding.shard_shape(a.shape)[2] * devices == a.shape[2] for name, a in held.items()}
     layers = 1 if family == "qwen35" else 2
     assert len(cut) == 3 * layers and sum(cut.values()) == (1 if whole else 3) * layers
+
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINT = ROOT / "tests" / "fixtures" / "llama" / "gqa_tied_llama3_v5"
+
+
+def both(directory: Path, steps: int, save_at: int) -> list[dict[str, Any]]:
+    """What each of two processes says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.model_process", str(CHECKPOINT), str(directory), f"--steps={steps}"]
+    command += [f"--save-at={save_at}", "--of=2", f"--port={port}"]
+    processes = [
+        subprocess.Popen(
+            [*command, f"--process={i}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err[-3000:]
+            found.append(json.loads(out))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_over_two_processes(tmp_path: Path) -> None:
+    """Both read the checkpoint, generate the same tokens as one device, and train; one process goes on from their
+    checkpoint with the losses that they had."""
+    first, second = both(tmp_path / "run", 4, 2)
+    assert first == second
+    alone = rlx.load(CHECKPOINT)
+    assert first["tokens"] == alone.generate(model_process.PROMPTS, max_new_tokens=8)
+    sampler = rlx.Sampler(temperature=1.0)
+    assert first["sampled"] == alone.generate(model_process.PROMPTS, max_new_tokens=8, sampler=sampler, seed=7)
+    losses = [first["losses"][str(number)] for number in range(1, 5)]
+    whole = model_process.losses_of(CHECKPOINT, tmp_path / "alone", 4, 0)
+    np.testing.assert_allclose([whole[number] for number in range(1, 5)], losses, rtol=1e-5)
+    resumed = model_process.losses_of(CHECKPOINT, tmp_path / "run", 4, 0)
+    assert sorted(resumed) == [3, 4]
+    np.testing.assert_allclose([resumed[number] for number in resumed], losses[2:], rtol=1e-5)
+    assert losses[-1] != losses[0]

@@ -1,7 +1,8 @@
-"""Recurrences over many tokens: the forms that a plan takes, against the transcript and against each other."""
+"""Recurrences over many tokens: the forms that a plan takes and the stage `GdnScan`, against the transcript."""
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rlx_jax as rlx
+from rlx_jax.blocks import GdnScan
 from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.recurrent import choose, invert_unit_lower
+from tests.oracles.comparing import assert_close
 from tests.oracles.gated_delta import gated_delta
 from tests.oracles.mamba2 import ssd
 
@@ -175,3 +179,59 @@ def test_chunks_have_the_gradient_of_the_recurrence(form: str) -> None:
         terms = [np.asarray(g, np.float64) * s for g, s in zip(gradients, steps, strict=True)]
         got, size = sum(t.sum() for t in terms), sum(np.abs(t).sum() for t in terms)
         assert abs(got - (value(1e-5) - value(-1e-5)) / 2e-5) <= 2e-5 * size
+
+
+HEADS, N, S = 2, 3, 5
+SHAPES = {"q": (HEADS, N), "k": (HEADS, N), "v": (HEADS, N), "g": (HEADS,), "beta": (HEADS,)}
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Inputs `[2, S, …]` and a state."""
+    rng = np.random.default_rng(4)
+    found = {name: rng.normal(size=(2, S, *shape)) for name, shape in SHAPES.items()}
+    found["g"] = -np.abs(found["g"])
+    return found | {"state": rng.normal(size=(2, HEADS, N, N))}
+
+
+def register(emit: Any, value: Any) -> Any:
+    """The inputs, and the state where the flow has one."""
+    emit.set_gdn(*(emit.flow_input(name) for name in SHAPES))
+    if "state_in" in emit.state.inputs:
+        emit.set_named("layer0.state", emit.flow_input("state_in"))
+    return value
+
+
+def flow(*stages: Any, before: Callable[..., Any] = register, state: bool = False) -> Any:
+    """A flow over the inputs."""
+    made = rlx.ModelFlow("gdn")
+    for name, shape in SHAPES.items():
+        made = made.input(name, ("batch", "seq", *shape))
+    if state:
+        made = made.input("state_in", ("batch", HEADS, N, N))
+    return made.custom(before).stage(*stages)
+
+
+def given(names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Arrays as f32, by input."""
+    found = arrays() | {"state_in": arrays()["state"]}
+    return {name: found[name].astype(np.float32) for name in names}
+
+
+def transcript_of(a: dict[str, np.ndarray], state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Results and the state after, token by token."""
+    return gated_delta(a["q"], a["k"], a["v"], a["g"], a["beta"], state)
+
+
+def test_from_zeros() -> None:
+    model: Any = rlx.compile(flow().gdn_scan(GdnScan.prefill(N, ("batch", "seq", HEADS, N))))
+    assert_close(model(**given(tuple(SHAPES))), transcript_of(arrays(), None)[0])
+
+
+def test_the_state_goes_from_stage_to_stage() -> None:
+    """What the second scan gives is what it gives behind the first; the state is there under its key, and as output."""
+    scan = GdnScan.prefill(N).with_carry("layer0.state")
+    model: Any = rlx.compile(flow(scan, scan, state=True).with_extra_outputs(["layer0.state"]))
+    got, found = model(**given((*SHAPES, "state_in"))), arrays()
+    twice = transcript_of(found, transcript_of(found, found["state"])[1])
+    assert_close(got["output"], twice[0])
+    assert_close(got["layer0.state"], twice[1])

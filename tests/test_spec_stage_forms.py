@@ -29,7 +29,7 @@ def biased(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
-def weights() -> dict[str, np.ndarray]:
+def weight_specs() -> dict[str, jax.ShapeDtypeStruct]:
     """Every weight that a form reads, by its checkpoint key."""
     norms = {f"{n}_layernorm.weight": (H,) for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")}
     decoder = {
@@ -60,12 +60,10 @@ def weights() -> dict[str, np.ndarray]:
         "layers.0": nomic, "blocks.0": dino, "vision_model.encoder.layers.0": siglip,
     }  # fmt: skip
     shapes |= {f"{prefix}.{key}": shape for prefix, keys in layers.items() for key, shape in keys.items()}
-    rng = np.random.default_rng(0)
-    return {key: rng.normal(0.5, 0.5, shape).astype("f4") for key, shape in shapes.items()}
+    return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
 
 
-W = weights()
-SPECS = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in W.items()}
+SPECS = weight_specs()
 X = rlx.ModelFlow.new("f").input("x", ("batch", "seq", H))
 IDS = rlx.ModelFlow.new("f").input("input_ids", ("batch", "seq"), "int32")
 MASKED = X.input("attention_mask", ("batch", "seq"), "int32")
