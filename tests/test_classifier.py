@@ -14,7 +14,6 @@ from rlx_jax import errors
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.decoder_reranker import QWEN3_TEMPLATE, decoder_reranker
-from rlx_jax.encode.sentence import LOGITS_MODALITY
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION
@@ -294,9 +293,6 @@ def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
     for answers, message in ((("w1 w2", "w3"), "'w1 w2' are not one token"), ((), "expected one or two")):
         with pytest.raises(errors.RequestError, match=message):
             decoder_reranker(recipe_for(directory), tokenizer, answers=answers)
-
-
-OTHER = {"text": LOGITS_MODALITY, "message": {**LOGITS_MODALITY, "format": "other"}}
 
 
 @pytest.mark.oracle

@@ -29,12 +29,10 @@ SLOW = (
     "roberta/xlm_v4",
 )  # fmt: skip
 BARE = checkpoints.FIXTURES / "bert" / "bare_v5"
-ROBERTA, XLM, MPNET, NOMIC, FIRST = (
-    checkpoints.FIXTURES / name
-    for name in ("roberta/bare_v5", "roberta/xlm_v4", "mpnet/bare_v5", "nomic_bert/bare_v5", "nomic_bert/first_v1")
+ROBERTA, XLM, MPNET, NOMIC = (
+    checkpoints.FIXTURES / name for name in ("roberta/bare_v5", "roberta/xlm_v4", "mpnet/bare_v5", "nomic_bert/bare_v5")
 )
 OPTIONAL = ("attention_mask", "token_type_ids", "position_ids")
-REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 AUTO_MAP = pytest.mark.filterwarnings("ignore:.*auto_map is ignored:rlx_jax.errors.RlxWarning")
 pytestmark = AUTO_MAP
 

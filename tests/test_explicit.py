@@ -19,10 +19,6 @@ from tests.test_examples import example
 
 BATCH, SEQ = 2, 8
 TOKENS = np.random.default_rng(2).integers(0, 17, (BATCH, SEQ)).astype(np.int32)
-CONFIG = {
-    "vocab_size": 17, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 SPEC = LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2)
 
 

@@ -37,16 +37,13 @@ FAMILIES = (
 NAMES = sorted(f"{family}/{f.stem}" for family in FAMILIES for f in (checkpoints.FIXTURES / family).glob("*.npz"))
 LLAMA = checkpoints.FIXTURES / "llama" / "gqa_plain_attnbias_v5"
 TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
-SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
 PUBLISHED = [
     pytest.param(file, marks=[pytest.mark.slow] * (file.stem not in ("Qwen2.5-0.5B", "gpt2", "gpt-oss-20b")))
     for file in sorted((checkpoints.FIXTURES / "published").glob("*.json")) if '"parameters"' in file.read_text("utf-8")
 ]  # fmt: skip
 ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
-LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
 CAPS = checkpoints.FIXTURES / "gemma2" / "caps_v5"
 SCALED = checkpoints.FIXTURES / "gpt2" / "scaled_v5"
-MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
 MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
 BLOCKS = checkpoints.FIXTURES / "qwen3_5_text" / "blocks_v5"
 GROUPS = checkpoints.FIXTURES / "mamba2" / "groups_v5"
@@ -195,9 +192,6 @@ def test_published_sizes(file: Path) -> None:
     assert sum(math.prod(spec.shape) for spec in shapes.values()) == about["parameters"]
     matrices = {key for key, spec in shapes.items() if len(spec.shape) > 1}
     assert matrices <= set(built.roles)  # what a mesh may divide
-
-
-ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def test_positions_that_gpt2_knows() -> None:

@@ -75,7 +75,6 @@ ROPES = {
     "full_attention": {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 8.0},
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
-YARN = {"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 8.0}
 PLAIN = {kind: SIZES | {"model_type": kind, "head_dim": 6, "num_key_value_heads": 2} for kind in STYLES}
 
 
@@ -90,9 +89,6 @@ def test_the_files_of_gemma_3() -> None:
     np.testing.assert_allclose(c.inv_freq, 1e6 ** -(np.arange(3) / 3) / 8, rtol=1e-6)
     np.testing.assert_allclose(c.local_inv_freq, 1e4 ** -(np.arange(3) / 3), rtol=1e-6)
     assert [GemmaFlow(c).spec(i).rope for i in (0, 5, 6)] == ["local", "", "local"]
-
-
-UNBUILT, ABSURD = errors.UnsupportedError, errors.ConfigError
 
 
 PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"

@@ -163,11 +163,6 @@ def test_a_mask_of_adapters(fresh: rlx.CompiledModel) -> None:
             rlx.train.mask(fresh, pattern)
 
 
-def lora(*arguments: Any, **options: Any) -> None:
-    """Of the base model; built."""
-    rlx.lora(recipe_for(adapters.BASE), *arguments, **options).assemble().build()
-
-
 GPT2 = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 
 
@@ -233,9 +228,6 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(tmp_path: Path) -> Non
     assert len({rank for rank, _ in sizes.modules.values()}) == 2
     for module, (rank, scale) in sizes.modules.items():
         assert scale == pytest.approx(scale_of(module) * rank**0.5)
-
-
-EMBEDDING, DOWN = "base_model.model.model.embed_tokens", "0.mlp.down_proj"
 
 
 @pytest.mark.oracle

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -284,8 +283,6 @@ def _stored() -> dict[str, jax.ShapeDtypeStruct]:
     return dict(rlx.recipe_for(LLAMA).shapes())
 
 
-FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
-WEIGHT = jnp.zeros((6, 8))
 SPEC = blocks.LlamaDecoderSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 LAYER = rlx.ModelFlow("m").input("x", ("batch", "seq", 32))
 LAYER = LAYER.repeat_layers(1, lambda i: blocks.llama_prefill_layer_fused(i, SPEC))

@@ -222,7 +222,6 @@ def test_unsupported_fields_that_are_off(value: Any) -> None:
 
 
 V = "model.layers.0.self_attn.v_proj"
-Edit = Callable[[dict[str, np.ndarray]], Any]
 
 
 def read_file(directory: Path) -> dict[str, np.ndarray]:

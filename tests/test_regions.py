@@ -75,11 +75,6 @@ def assert_alike(count: int, layer: Layer, weights: dict[str, np.ndarray], tail:
     return built
 
 
-def linear(i: int) -> BlockStage:
-    """One matrix."""
-    return Linear(f"w{i}")
-
-
 def block(i: int) -> BlockStage:
     """A norm, two matrices, a residual."""
     return Sequence(

@@ -28,7 +28,6 @@ from tests.test_gguf import random_checkpoint
 
 FORMATS = ["orbax", "safetensors"]
 FIXTURES = Path(__file__).parent / "fixtures"
-IDS = np.array([[1, 2, 3, 4]], np.int32)
 
 
 def mlp(dtype: Any = np.float32) -> tuple[rlx.ModelFlow, dict[str, np.ndarray]]:

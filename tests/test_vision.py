@@ -29,7 +29,6 @@ from tests.oracles.vision import RANDOM, VISION
 
 NAMES = sorted(file.stem for file in VISION.glob("*.npz"))
 QUICK = ("dinov2_registers", "dinov3")
-REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 
 
 @functools.cache
