@@ -106,10 +106,10 @@ class Group:
     origin: Origin
 
 
-FindGroups = Callable[[Graph, TypeCache], tuple[Sequence[int], Mapping[int, Group]]]
+GroupFinder = Callable[[Graph, TypeCache], tuple[Sequence[int], Mapping[int, Group]]]
 
 
-def join_nodes(graph: Graph, types: TypeCache, find: FindGroups) -> Graph:
+def join_nodes(graph: Graph, types: TypeCache, find: GroupFinder) -> Graph:
     """Return the graph, and its regions, with groups of nodes joined.
 
     Args:
