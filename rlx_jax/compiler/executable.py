@@ -288,10 +288,8 @@ def trace_program(
 ) -> Callable[[], Executable]:  # fmt: skip
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
-    A program that the compile cache has for `content` and the arguments is not traced; see `trace_or_load`.
-
-    The state is donated if the plan donates it, and the compiled program is examined for whether it is updated in
-    place.
+    A program that the compile cache has for `content` and the arguments is not traced; see `trace_or_load`. If the plan
+    donates the state, the compiled program is examined for whether it is updated in place.
 
     Args:
         lir: the planned program.
@@ -306,8 +304,7 @@ def trace_program(
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
-        GraphError: the returned state has other types than the state argument; or the plan is strict, and the state is
-            not updated in place or there are more temporaries than planned.
+        GraphError: the returned state has other types than its argument; or as `check_donation`, if the plan is strict.
     """
     # With debug_nans JAX keeps every argument alive, so nothing is donated, and there is nothing to prove.
     may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
@@ -324,14 +321,10 @@ def trace_program(
     start = time.perf_counter()
     arguments = (params, state, *split_consumed(inputs, consumed_inputs))
     arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
-    settings = donated, options, donates_state
-    key = None if content is None or shardings is not None else trace_key((content, name, settings), arguments, None)
+    traced_from = content, name, (donated, options, donates_state)
+    key = None if content is None or shardings is not None else trace_key(traced_from, arguments, None)
     types = jax.tree.map(abstract, arguments)  # no arrays, as `lower` outlives this call
-
-    @functools.cache
-    def lower() -> jax.stages.Lowered:
-        return jitted.lower(*types)
-
+    lower = functools.cache(lambda: jitted.lower(*types))
     compile_lir = partial(compile_or_load, lir, name, arguments, (options, placements), key)
     load = trace_or_load(lower, key, compile_lir, None if key is None or take is None else take(key))
     trace_seconds = time.perf_counter() - start
@@ -341,10 +334,9 @@ def trace_program(
     def compile_traced() -> Executable:
         start = time.perf_counter()
         compiled, from_cache, results = load()
-        compile_end = time.perf_counter()
+        end = time.perf_counter()
         proof = check_donation(lir, shardings, companions or {}, name, compiled, results) if is_checked else None
-        prove_seconds = time.perf_counter() - compile_end
-        seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
+        seconds = {"trace": trace_seconds, "compile": end - start, "prove": time.perf_counter() - end}
         return Executable(lir, compiled, lower, seconds, proof, consumed_inputs, from_cache)
 
     return compile_traced
@@ -387,7 +379,8 @@ def check_donation(
     The arguments are as in `trace_program`, with JAX's compiled stage and the types of the results.
 
     Raises:
-        GraphError: see `trace_program`.
+        GraphError: the returned state has other types; or the plan is strict, and the state is not updated in place or
+            there are more temporaries than planned.
     """
     state_shardings, gathered_bytes = ({}, 0) if shardings is None else (shardings.state, shardings.gathered_bytes)
     proof = measure_donation(lir, compiled, results[1], state_shardings, gathered_bytes, companions)

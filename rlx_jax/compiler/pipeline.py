@@ -28,12 +28,12 @@ from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_constants,
 from rlx_jax.compiler.settings import (
     CLEANING,
     Settings,
+    check_kernels,
     choose_profile,
     choose_settings,
     kernel_refusal,
     lowering_settings,
     mesh_options,
-    no_kernels_message,
     step_refusal,
 )
 from rlx_jax.dataclasses import dataclass, replace
@@ -271,10 +271,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
             shard = shard_program(global_graph, model_sharding, job.types)
         except UndividedError as reason:
             refusal = f"over a mesh, {reason}"
-            if getattr(settings.profile.backend, settings.target).kernels == "on":
-                raise errors.UnsupportedError(
-                    f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}"
-                ) from None
+    check_kernels(settings, global_graph.name, refusal)
     graph, model_sharding = (global_graph, model_sharding) if shard is None else (shard.graph, None)
     names = "divide_last", "group_deltas", "group_heads", "group_attention", "group_experts", "group_products"
     groupings = tuple(map(pass_named, names if model_sharding is None else ()))
@@ -441,8 +438,7 @@ def facts_of(
     jobs = [Job(base, template.built.types, program, last, sizes=sizes) for program, last, sizes in variants]
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = kernel_refusal(settings, programs)
-    if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
-        raise errors.UnsupportedError(f"{template.built.name}: {no_kernels_message(settings.target, no_kernels)}")
+    check_kernels(settings, template.built.name, no_kernels)
     return ModelFacts(
         template.built.name,
         profile,

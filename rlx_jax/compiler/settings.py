@@ -436,6 +436,12 @@ def step_refusal(settings: Settings, program: str) -> str:
     return "layers run in a scan" if settings.plan.scan else ""
 
 
-def no_kernels_message(target: str, reason: str) -> str:
-    """Return the message of a profile that requires kernels where none can run."""
-    return f"backend.{target}.kernels = 'on' is not available: {reason}; with 'auto' XLA's form runs instead"
+def check_kernels(settings: Settings, name: str, refusal: str) -> None:
+    """Check that the profile does not require kernels where none can run, for this reason.
+
+    Raises:
+        UnsupportedError: it does; the message begins with the name of the program.
+    """
+    if refusal and getattr(settings.profile.backend, settings.target).kernels == "on":
+        setting = f"backend.{settings.target}.kernels = 'on'"
+        raise UnsupportedError(f"{name}: {setting} is not available: {refusal}; with 'auto' XLA's form runs instead")

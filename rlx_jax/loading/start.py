@@ -42,10 +42,10 @@ def load(
 
     Args:
         path: a directory; a `.gguf` file, the first one if the model has several parts; a `.rlxa` file, which takes no
-            other arguments than `expect_sha256` and `progress`; or, where there is no such
-            path, `"org/name"`, a model of the Hub. Only the files that are needed are downloaded, into
-            huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the
-            server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
+            other arguments than `expect_sha256` and `progress`; or, where there is no such path, `"org/name"`, a model
+            of the Hub. Only the files that are needed are downloaded, into huggingface_hub's cache. The environment
+            variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the server and the directories; with
+            `HF_HUB_OFFLINE` only the cache is used.
         revision: branch, tag or commit of a model of the Hub; `main` by default.
         token: access token for the Hub. None uses `HF_TOKEN` or the token of a login, False uses none.
         subfolder: the directory of the model within `path`, as in a pipeline of diffusers.
@@ -55,9 +55,8 @@ def load(
             another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
         adapter: a directory with a LoRA adapter of PEFT's, which the model applies: see `rlx_jax.lora`.
         head: False loads the model without the head of its task, as an `Encoder` or `VisionEncoder`.
-        ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
-            are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
-            `report().ignored_fields` names them.
+        ignore_fields: fields of `config.json` to ignore: `["router_scale"]`, in nested objects
+            `["rope_scaling.finetuned"]`. Others that are not supported and may change the computation are an error.
         expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
         prefix_cache: as in `CausalLM`.
         expect: the class of the model, such as `rlx_jax.Encoder`; a checkpoint of another class is an error. It is also
@@ -65,10 +64,8 @@ def load(
         options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
             weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
             initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
-            callback `progress` for loading and compiling: `progress("load", bytes read, total bytes)`,
-            `progress("download model.safetensors", bytes, total bytes)`, for shards `"download 4 files"`, and
-            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then with 1 of 1; see
-            `rlx_jax.compiler.executable.Progress`.
+            callback `progress`, called with a step such as `"load"`, `"download model.safetensors"` or `"compile
+            prefill of batch 1, seq 16"`, the amount done and the total: `rlx_jax.compiler.executable.Progress`.
 
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.

@@ -140,9 +140,6 @@ class BertLike(encoder.EncoderFlow[B]):
             eps=c.layer_norm_eps, pre_norm=self.pre_norm, activation=c.activation, rope="" if c.inv_freq else None,
         )  # fmt: skip
 
-    def stage(self, index: int, spec: blocks.EncoderLayerSpec) -> blocks.BlockStage:
-        return blocks.EncoderLayer(spec)
-
 
 class BertFlow(BertLike[BertConfig]):
     """The recipe of BERT: see `EncoderFlow`.
@@ -341,9 +338,6 @@ class EuroBertFlow(encoder.EncoderFlow[EuroBertConfig]):
             eps=c.rms_norm_eps, pre_norm=True, rms=True, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
             up_bias=c.mlp_bias, down_bias=c.mlp_bias, activation=c.activation, rope="",
         )  # fmt: skip
-
-    def stage(self, index: int, spec: blocks.EncoderLayerSpec) -> blocks.BlockStage:
-        return blocks.EncoderLayer(spec)
 
 
 @dataclass(frozen=True)

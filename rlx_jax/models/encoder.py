@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead, SideOutput
+from rlx_jax.blocks import Activation, BlockStage, EncoderLayer, EncoderLayerSpec, LayerNorm, Linear, LmHead, SideOutput
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.blocks.vision import pre_norm_layer
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.flow import POSITIONS, ModelFlow
@@ -324,6 +325,9 @@ class TowerFlow(Recipe[L]):
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages before the layers; the first one takes the first input."""
         raise NotImplementedError
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        return EncoderLayer(spec) if isinstance(spec, EncoderLayerSpec) else pre_norm_layer(spec)
 
     def final_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages after the layers."""

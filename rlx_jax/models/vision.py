@@ -187,9 +187,6 @@ class VisionFlow(TowerFlow[C]):
             c.intermediate_size, c.layer_norm_eps, c.activation, c.gated, c.qkv_bias,
         )  # fmt: skip
 
-    def stage(self, index: int, spec: Any) -> blocks.BlockStage:
-        return blocks.pre_norm_layer(spec)
-
     def pool(self) -> blocks.BlockStage | None:
         """Return the stage that pools the hidden states to one vector; None for no pooling."""
         return self.head_pool
@@ -281,9 +278,6 @@ class TextFlow(EncoderFlow[T]):
             self.key(f"encoder.layers.{index}"), CLIP_KEYS, c.hidden_size, c.num_attention_heads, c.intermediate_size,
             c.layer_norm_eps, c.activation, causal=self.causal, mask_input="attention_mask",
         )  # fmt: skip
-
-    def stage(self, index: int, spec: blocks.PreNormLayerSpec) -> blocks.BlockStage:
-        return blocks.pre_norm_layer(spec)
 
     def final_stages(self) -> tuple[blocks.BlockStage, ...]:
         return self.norm("final_layer_norm")
