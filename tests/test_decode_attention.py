@@ -133,7 +133,7 @@ def test_groups_of_a_decode_step(name: str) -> None:
 WITHOUT: dict[str, Case] = {
     "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=24),
     "keys that warps do not divide": Case(keys=100), "a long cache": Case(width=256, keys=4128),
-    "nine rows": Case(batch=9), "a long cache of 2 rows": Case(width=256, batch=2, keys=2056),
+    "65 rows": Case(batch=65), "a long cache of 2 rows": Case(width=256, batch=2, keys=2056),
     "f32": Case(dtype=F32), "pinned products": Case(precision="highest"), "weights returned": Case(returns="probs"),
 }  # fmt: skip
 
@@ -158,16 +158,26 @@ def test_ops_that_the_kernel_lacks_stay_before_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
 def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A named implementation of attention is used; products by XLA leave attention grouped; 8 rows group both."""
+    """A named implementation of attention is used; products by XLA leave attention grouped; 8 rows group both.
+
+    64 rows group attention alone.
+    """
     kinds: list[set[type[Any]]] = []
     cases: list[dict[str, Any]] = [
         {"attention": {"implementation": "xla"}}, {"backend": {"cuda": {"products": "xla"}}}, {}, {"batch": 8},
+        {"batch": 64},
     ]  # fmt: skip
     for fields in cases:
         lir = plan_of(monkeypatch, context=64, **fields)
         kinds.append({type(node.op) for node in lir.graph.nodes} & {AttentionGroup, KernelGroup})
         assert any("decode_attention" in line for line in lir.attention()) == (AttentionGroup in kinds[-1])
-    assert kinds == [{KernelGroup}, {AttentionGroup}, {AttentionGroup, KernelGroup}, {AttentionGroup, KernelGroup}]
+    assert kinds == [
+        {KernelGroup},
+        {AttentionGroup},
+        {AttentionGroup, KernelGroup},
+        {AttentionGroup, KernelGroup},
+        {AttentionGroup},
+    ]
 
 
 CASES: dict[str, Case] = {
@@ -199,8 +209,21 @@ def test_the_kernel_computes_the_same(name: str) -> None:
 def test_programs_that_share_a_long_cache(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of over 2,048 slots, with as many multiprocessors as programs."""
     monkeypatch.setattr("rlx_jax.lowering.lir.attention_step.MULTIPROCESSORS", splits)
-    assert divide(1, 2, 1, 64, CASES["long"].keys) == (2, splits)
+    assert divide(1, 2, 1, 64, CASES["long"].keys) == (2, splits, 4)
     check_kernel(CASES["long"], 2)
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring", "two rows", "128 wide", "eight heads"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_programs_of_fewer_warpgroups(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for many rows, where several programs run on a multiprocessor."""
+    case = CASES[name]
+    programs = case.batch * case.kv_heads * (2 if name == "128 wide" else 1)
+    monkeypatch.setattr("rlx_jax.lowering.lir.attention_step.MULTIPROCESSORS", programs * groups // 4)
+    assert divide(case.batch, case.heads, case.kv_heads, case.width, case.keys)[2] == groups
+    check_kernel(case, 2)
 
 
 def check_kernel(case: Case, num_steps: int) -> None:
@@ -218,12 +241,17 @@ def check_kernel(case: Case, num_steps: int) -> None:
 
 
 def test_each_head_has_a_program() -> None:
-    """The heads of a program share a key head, of which 135M has three query heads each."""
-    sizes = itertools.product((1, 2, 8), (4, 8, 9, 12), (1, 2, 3, 4), (64, 256), (64, 9000))
+    """The heads of a program share a key head, of which 135M has three query heads each.
+
+    Each multiprocessor runs one program at a time, or registers suffice for several with fewer warpgroups.
+    """
+    sizes = itertools.product((1, 2, 8, 64), (4, 8, 9, 12), (1, 2, 3, 4), (64, 256), (64, 9000))
     for rows, heads, kv_heads, width, keys in sizes:
-        at_once, splits = divide(rows, heads, kv_heads, width, keys)
+        at_once, splits, groups = divide(rows, heads, kv_heads, width, keys)
         assert splits and (heads % kv_heads or heads // kv_heads % at_once == 0)
-        assert rows * heads // at_once * splits <= MULTIPROCESSORS  # each runs one program at a time
+        programs = rows * heads // at_once * splits
+        assert programs <= MULTIPROCESSORS or (rows == 64 and splits == 1)
+        assert groups == 1 or programs * groups <= 4 * MULTIPROCESSORS
 
 
 PUBLISHED = {
@@ -232,6 +260,7 @@ PUBLISHED = {
     "135M, a long cache": Case(9, 3, 64, 4000), "8 rows of Llama 1B": Case(32, 8, 64, 1152, batch=8),
     "Llama 1B, a long cache": Case(32, 8, 64, 9216),
     "8 rows of Llama 1B, a long cache": Case(32, 8, 64, 9216, batch=8),
+    "64 rows of Qwen3-0.6B": Case(16, 8, 128, 256, norm=True, n_rot=128, batch=64),
 }  # fmt: skip
 
 

@@ -24,12 +24,11 @@ from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.attention_step import AttentionKernel, HeadRow, are_divided, divide
+from rlx_jax.lowering.lir.attention_step import MAX_STEP_ROWS, AttentionKernel, HeadRow, are_divided, divide
 from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS, READ_VECTOR
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.product_groups import is_by_rows, op_refusal, struct
-from rlx_jax.lowering.lir.row_products import MAX_ROWS
 from rlx_jax.lowering.mir.small import dce
 
 
@@ -133,7 +132,7 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
     if any(t.symbols or t.dtype != jnp.bfloat16 for t in (q, k, v)) or k.shape != v.shape:
         return False
     rows = int(q.shape[0])
-    if rows > MAX_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
+    if rows > MAX_STEP_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
     if width not in HEAD_WIDTHS or not are_divided(rows, width, keys):
@@ -258,10 +257,10 @@ def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has
     batch, width, keys = int(q.shape[0]), int(q.shape[2]) // op.heads, int(k.shape[1])
     scale = width**-0.5 if op.scale is None else op.scale
     query, key, value = rows
-    heads_at_once, splits = divide(batch, op.heads, op.kv_heads, width, keys)
+    heads_at_once, splits, groups = divide(batch, op.heads, op.kv_heads, width, keys)
     return AttentionKernel(
         batch, op.heads, op.kv_heads, width, keys, isinstance(update.op, RingStep), op.window, scale, op.softcap,
-        has_sinks, query, key, value, heads_at_once, splits,
+        has_sinks, query, key, value, heads_at_once, splits, groups,
     )  # fmt: skip
 
 
@@ -311,7 +310,7 @@ def attention_refusal(graph: Graph, node: Node) -> str:
     rows, tokens, width = map(int, q.shape)
     if tokens > 1:
         return f"{tokens} new tokens of a row"
-    if rows > MAX_ROWS:
-        return f"{rows} rows, more than {MAX_ROWS}"
+    if rows > MAX_STEP_ROWS:
+        return f"{rows} rows, more than {MAX_STEP_ROWS}"
     size = f"{rows} x {int(k.shape[1]):,} cached tokens"
     return f"{size}, or its operands" if width // op.heads in HEAD_WIDTHS else f"heads of {width // op.heads}"

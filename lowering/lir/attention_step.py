@@ -25,6 +25,9 @@ MAX_KEYS, MAX_KEYS_OF_TILES = 4096, 12288
 # Slots of a cache of several rows without tiles, at most, and of one row where heads have a program each.
 MAX_KEYS_OF_ROWS = 2048
 
+# Rows of a step, at most.
+MAX_STEP_ROWS = 64
+
 # Programs that share the keys of a head 256 wide, of a cache of 2,048 slots at most.
 WIDE_SPLITS = 8
 
@@ -69,6 +72,7 @@ class AttentionKernel:
         query, key, value: the new token.
         heads_at_once: query heads of a program.
         splits: programs that share the keys of a head.
+        groups: warpgroups of a program, which divide its keys.
     """
 
     rows: int
@@ -86,6 +90,7 @@ class AttentionKernel:
     value: HeadRow
     heads_at_once: int
     splits: int
+    groups: int
 
     @property
     def has_tiles(self) -> bool:
@@ -101,11 +106,6 @@ class AttentionKernel:
     def block(self) -> int:
         """Return the keys of a block."""
         return WARPS * self.warp_keys
-
-    @property
-    def groups(self) -> int:
-        """Return the warpgroups of a program: fewer if several programs share the keys of wide heads."""
-        return 2 if self.width == 256 else 4
 
 
 def has_tiles(rows: int, width: int, keys: int) -> bool:
@@ -126,19 +126,26 @@ def are_divided(rows: int, width: int, keys: int) -> bool:
     return WARPS * warp_keys <= keys <= most and keys % warp_keys == 0
 
 
-def divide(rows: int, heads: int, kv_heads: int, width: int, keys: int) -> tuple[int, int]:
-    """Return the query heads of a program, and the programs that share the keys of a head.
+def divide(rows: int, heads: int, kv_heads: int, width: int, keys: int) -> tuple[int, int, int]:
+    """Return the query heads of a program, the programs that share the keys of a head, and a program's warpgroups.
 
     Heads of a program share a key head. Programs of one query head read the keys of a key head several times, but from
-    the L2 cache and in parallel, which limits a long cache.
+    the L2 cache and in parallel, which limits a long cache. Of more programs than multiprocessors, several run on each
+    if they have fewer warpgroups.
     """
     most = MAX_ROWS if has_tiles(rows, width, keys) else 2
     sizes = [n for n in range(1, most + 1) if heads // kv_heads % n == 0]
     if keys <= 2048 and width < 256:  # one program on each multiprocessor
-        return next((n for n in sizes if rows * heads // n <= MULTIPROCESSORS), sizes[-1]), 1
-    at_once = 1 if most == 2 else sizes[-1]
-    most_splits = 16 if keys > 2048 else WIDE_SPLITS
-    return at_once, min(most_splits, max(1, MULTIPROCESSORS // (rows * heads // at_once)))
+        at_once = next((n for n in sizes if rows * heads // n <= MULTIPROCESSORS), sizes[-1])
+        splits = 1
+    else:
+        at_once = 1 if most == 2 else sizes[-1]
+        most_splits = 16 if keys > 2048 else WIDE_SPLITS
+        splits = min(most_splits, max(1, MULTIPROCESSORS // (rows * heads // at_once)))
+    programs, groups = rows * heads // at_once * splits, 2 if width == 256 else 4
+    while groups > 1 and programs * groups > 4 * MULTIPROCESSORS:
+        groups //= 2
+    return at_once, splits, groups
 
 
 @dataclass(frozen=True)
