@@ -84,7 +84,7 @@ def save(
     elif storage is not None or format == "gguf":
         message = f"save: {dtype or format} needs the config of a checkpoint: save the result of rlx_jax.load"
         raise errors.UnsupportedError(message)
-    if target is None and storage is None:
+    if dtype is None:
         _refuse_packed(leaves.values())
     entries = _entries(_weights(leaves, params, source), target)
     if loaded_from is not None and format == "gguf":
