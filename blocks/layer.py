@@ -9,6 +9,7 @@ instead. The stages that write a layer are in `decoder.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Literal
@@ -95,6 +96,13 @@ class DecoderKeys:
         return DecoderKeys(**{name: key and key.replace("{}", prefix) for name, key in keys.items()})
 
 
+# The types of options of a `LayerSpec` that no block checks before it reads them.
+OPTION_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("gated", "sinks", "qkv_bias", "output_bias", "mlp_bias", "zero_centred"), (bool,)),
+    "norms": (LayerNorms,), "keys": (DecoderKeys,), "moe": (MoeSpec, type(None)),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """Sizes and options of a decoder layer; the defaults describe Llama's layer.
@@ -167,6 +175,13 @@ class LayerSpec:
             if getattr(self, name) not in choices:
                 expected = " or ".join(map(repr, choices))
                 raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
+        for name, types in OPTION_TYPES.items():
+            if not isinstance(getattr(self, name), types):
+                expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+                raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
+        multiplier = self.residual_multiplier
+        if isinstance(multiplier, bool) or not isinstance(multiplier, int | float) or not math.isfinite(multiplier):
+            raise GraphError(f"LayerSpec: residual_multiplier is {shown(multiplier)}; expected a finite number")
 
     # -- parameters under a prefix -----------------------------------------------------------
 

@@ -25,6 +25,8 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.models.bert import BertConfig
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder_config import DecoderConfig, layer_of
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.models.gemma import GemmaConfig
 from rlx_jax.models.nomic import NomicVisionConfig
@@ -244,6 +246,12 @@ def attending(keys: Any, **options: Any) -> Any:
     """Build attention of eight heads without an output projection."""
     stage = rlx.blocks.SelfAttention(keys, None, selves.N, **{"head_dim": selves.D, **options})
     return rlx.ModelFlow("m").input("x", ("batch", "seq", selves.H)).stage(stage).build(selves.WEIGHTS)
+
+
+TINY_CONFIG = {
+    "vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+TINY = DecoderConfig.from_hf(TINY_CONFIG)
 
 
 def exported(t: World, **options: Any) -> None:

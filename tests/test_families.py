@@ -23,6 +23,7 @@ from rlx_jax import errors
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 from rlx_jax.models.decoder import as_decode
+from rlx_jax.models.families import Family
 from rlx_jax.models.llama import MistralConfig, Qwen2Config, Qwen3Config
 from rlx_jax.models.mamba2 import Mamba2Config
 from tests.opening import load, recipe_for
@@ -346,3 +347,10 @@ def test_bf16(name: str) -> None:
     ours = np.asarray(rlx.load(directory, profile=profile).logits(tokens))
     departures = [float(np.sqrt(np.mean(np.square(x - exact)))) for x in (ours, theirs)]
     assert departures[0] <= 1.5 * departures[1]
+
+
+def test_architectures_of_a_decoder() -> None:
+    """The names of the classes with a task head follow from that of the causal model, if there is no other."""
+    bare, causal = (Family.decoder(rlx.Llama32Flow, "TinyForCausalLM", name) for name in ("TinyModel", ""))
+    assert {*bare.architectures} - {*causal.architectures} == {"TinyModel"}
+    assert "TinyForSequenceClassification" in causal.architectures

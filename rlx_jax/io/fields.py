@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlx_jax.errors import ConfigError, LimitError, UnsupportedError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import ConfigError, GraphError, LimitError, UnsupportedError, did_you_mean, listing, quote, shown
 
 T = TypeVar("T")
 
@@ -171,6 +171,15 @@ class Fields:
         """
         readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.integer, float: self.real}
         attributes = {**{name: name for name in names}, **fields}
+        for name in attributes:
+            kind = type(getattr(config, name, None))
+            if kind not in readers:
+                known = "a default of type bool, int or float"
+                raise GraphError(
+                    f"{config.__name__}: fields has {quote(name)}, an attribute "
+                    + (f"with a default of type {kind.__name__}; " if hasattr(config, name) else "without a default; ")
+                    + f"expected {known}; read other fields in `read`"
+                )
         return {n: readers[type(getattr(config, n))](field, getattr(config, n)) for n, field in attributes.items()}
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -212,7 +221,7 @@ class Fields:
         values = self.raw(name, default)
         is_list = isinstance(values, list | tuple) and count in (None, len(values))
         if not is_list or not all(map(fits, values)):
-            raise self.invalid(name, f"a list of {what}", values)
+            raise self.invalid(name, f"a list of {'' if count is None else f'{count} items: '}{what}", values)
         return list(values)
 
     def kinds(self, name: str, default: Sequence[str], choices: Mapping[str, T]) -> tuple[T, ...]:
@@ -222,7 +231,7 @@ class Fields:
             UnsupportedError: an entry is not among the choices.
         """
         count = len(default)
-        kinds = self.items(name, default, f"{count}, one a layer", lambda kind: True, count)
+        kinds = self.items(name, default, "strings, one for each layer", lambda kind: True, count)
         for kind in kinds:
             if kind not in list(choices):  # a list, because an entry may be unhashable
                 raise UnsupportedError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlx_jax import blocks
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.errors import ConfigError, GraphError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 
 # Number of keys that layer i attends to, None for all; an empty tuple for all keys in every layer.
@@ -70,6 +70,8 @@ class DecoderConfig(CausalConfig):
     def common_fields(cls, c: Fields) -> dict[str, Any]:
         """Return the fields of a decoder with SwiGLU and one rope for all layers, and the ones in `fields`."""
         common = plain_fields(c, max_positions=cls.max_position_embeddings, eps=cls.rms_norm_eps, **cls.defaults)
+        if isinstance(cls.fields, str):
+            raise GraphError(f"{cls.__name__}: fields is {quote(cls.fields)}; expected a tuple of names of fields")
         return {**common, **c.with_defaults(cls, *cls.fields)}
 
     def layer_spec(self, index: int) -> blocks.LayerSpec:
@@ -228,7 +230,10 @@ def rope_of(
         inert = (*inert, "partial_rotary_factor")
         rotary_dim = int(width * factor)
         if not 2 <= rotary_dim <= width or rotary_dim % 2:
-            raise ConfigError(f"{c.where}: partial_rotary_factor {factor} rotates {rotary_dim} columns of {width}")
+            raise ConfigError(
+                f"{c.where}: partial_rotary_factor {factor} rotates {rotary_dim} columns of {width}; "
+                f"expected an even number from 2 to {width}"
+            )
     for fields in (group, scaling):
         if fields is not None:
             fields.consumed.update(inert)

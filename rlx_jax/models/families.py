@@ -224,7 +224,7 @@ class Family:
             causal: the architecture with a head.
             bare: the architecture without a head, if there is one.
         """
-        stem = (bare or causal).removesuffix("Model")
+        stem = (bare or causal).removesuffix("Model").removesuffix("ForCausalLM")
         names = (causal, *([bare] if bare else []), *(f"{stem}For{task}" for task in recipe.heads))
         architectures = tuple(dict.fromkeys(names))
 

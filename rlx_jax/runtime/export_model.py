@@ -21,7 +21,17 @@ from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import named_device
-from rlx_jax.errors import RequestError, RlxError, UnsupportedError, check_names, first_line, listing, quote, shown
+from rlx_jax.errors import (
+    RequestError,
+    RlxError,
+    SequenceLengthError,
+    UnsupportedError,
+    check_names,
+    first_line,
+    listing,
+    quote,
+    shown,
+)
 from rlx_jax.io.archive import SUFFIX, Content, write_archive
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.ir.graph import Mir, TypeCache
@@ -136,6 +146,11 @@ def export_model(
         names = ("prefill", "extend") if model.program in CACHED_PROGRAMS else (model.program,)
     if isinstance(names, str) or not names:
         raise RequestError(f"export: programs is {shown(programs)}; expected a list of names, such as ['forward']")
+    if "train" in names:
+        raise UnsupportedError(
+            f"{model.name}: export: programs has 'train', and an artifact does not train; export 'forward', or the "
+            'model compiled with program="forward"'
+        )
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"export: given is {shown(given)}; expected a list of names of optional inputs")
     given, optional = list(given), [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
@@ -163,6 +178,10 @@ def write_artifact(
     symbols = {*DIMENSIONS.values(), *(name for key in plan.keys for name in programs.template(key).symbols)}
     for choice in size_choices:
         check_names(choice, sorted(symbols), "export: sizes: no program has", "; there are", RequestError)
+        for key in plan.keys:
+            limit = programs.template(key).bounds.positions
+            if limit is not None and choice.get("seq", 1) > limit:
+                raise SequenceLengthError(f"export: sizes: seq is {choice['seq']}, and the model has {limit} positions")
     frozen.require_flatbuffers("export")
     records: list[frozen.ProgramRecord] = []
     modules: dict[str, export.Exported] = {}
@@ -237,6 +256,8 @@ def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
     """Return the choices of sizes, checked."""
     if not isinstance(sizes, list | tuple) or not all(isinstance(choice, Mapping) for choice in sizes):
         raise RequestError(f'export: sizes is {shown(sizes)}; expected a list such as [{{"batch": 1, "seq": 128}}]')
+    if isinstance(sizes, list) and not sizes:  # The default () stands for symbolic sizes.
+        raise RequestError("export: sizes is []; expected one choice of sizes or more; without sizes= they are symbols")
     return [{str(n): check_integer(f"sizes: {n}", size, 1) for n, size in choice.items()} for choice in sizes]
 
 

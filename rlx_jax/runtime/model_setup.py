@@ -130,9 +130,10 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
     for pattern in patterns:
         if not any(map(pattern.matches, paths)):
             names = sorted({without_layer_numbers(path_text(path)) for path in paths})
-            choices = f"; blocks are {listing(names, 8)}" if names else ""
+            choices = f"blocks are {listing(names, 8)}" if names else "this model has none"
             raise errors.ProfileError(
-                f"precision.weights: {quote(pattern.text)} selects no block with matrices{choices}"
+                f"precision.weights: {quote(pattern.text)} selects no block with a matrix of complete groups of 32 or "
+                f"128 inputs; {choices}"
             )
 
 
