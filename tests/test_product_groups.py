@@ -362,17 +362,17 @@ def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("columns", [11008, 12288], ids=str)
-def test_rows_of_many_tiles(columns: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(1, 11008), (1, 12288), (8, 8192)], ids=str)
+def test_rows_of_many_tiles(rows: int, columns: int) -> None:
     """Tiles that share columns count them once, and a loop's tiles equal unrolled ones."""
-    types = {"x": TensorType((1, 1, columns), BF16), "w": TensorType((8, columns), BF16)}
+    types = {"x": TensorType((rows, 1, columns), BF16), "w": TensorType((16, columns), BF16)}
     b = Builder("product", TypeCache(), Origin(("block",)))
     out = b(MatMul(1), b.input("x", types["x"]), b.leaf(Param((Key("w", type=types["w"]),), type=types["w"])))
     (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
     rng = np.random.default_rng(2)
     x, w = (rng.integers(-2, 3, [int(n) for n in t.shape]) for t in types.values())  # exact sums
     (y,) = interpreted(run_group, group, jnp.asarray(x, BF16), jnp.asarray(w, BF16))
-    np.testing.assert_array_equal(y[0, 0], (w @ x[0, 0]).astype(BF16))
+    np.testing.assert_array_equal(y[:, 0], (x[:, 0] @ w.T).astype(BF16))
 
 
 @needs_mosaic
