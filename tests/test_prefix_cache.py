@@ -1,4 +1,4 @@
-"""Prefixes that prompts share: prefilled once, within a budget, and every row equals the same prompt alone."""
+"""Prefixes that prompts share, prefilled once within a budget, and given states: rows equal the same prompt alone."""
 
 import functools
 from pathlib import Path
@@ -318,3 +318,97 @@ def naive_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+
+
+SHARED = [3, 1, 4, 1, 5, 9]
+ENDS = [[2, 6], [5, 3, 5, 8, 9, 7, 9, 3], [11]]
+SHARING = [SHARED + end for end in ENDS]
+NEW_TOKENS = 7
+DRAWN = rlx.Sampler(0.9, top_k=25, repetition_penalty=1.4)
+FAMILIES = ["mistral", pytest.param("qwen35", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def resumable(request: pytest.FixtureRequest) -> Any:
+    """A model of a family, with programs of 6 rows that read up to 4 tokens."""
+    profile = rlx.CompileProfile().replace(buckets={"batch": [6], "prompt": [4], "context": [32]})
+    return rlx.CausalLM(divided.recipe(request.param), divided.weights(request.param), profile=profile)
+
+
+def counts(resumable: Any) -> tuple[int, int]:
+    """Tokens that were read for the last request, and those that were not."""
+    report = resumable.report().request
+    assert report.prompt_tokens == report.read_tokens + report.cached_tokens
+    return report.read_tokens, report.cached_tokens
+
+
+@pytest.mark.slow
+def test_behind_a_state(resumable: Any) -> None:
+    """One row for all prompts, or a row for each, ragged: tokens, draws and answers are those of whole prompts. The
+    state is as it was."""
+    whole, every = resumable.generate(SHARING, NEW_TOKENS), sum(map(len, SHARING))
+    drawn = resumable.generate(SHARING, NEW_TOKENS, DRAWN, seed=7, n=2)
+    _, one = resumable.prefill([SHARED])
+    block, lengths = np.zeros((3, 4), int), np.array([4, 2, 3])
+    for row, count in enumerate(lengths):
+        block[row, :count] = SHARED[:count]
+    _, many = resumable.prefill(block, lengths)
+    _, many = resumable.extend(many, [[SHARED[n]] for n in lengths])
+    rests = [prompt[n + 1 :] for prompt, n in zip(SHARING, lengths, strict=True)]
+    for state, prompts, held in ((one, ENDS, 3 * len(SHARED)), (many, rests, int(lengths.sum()) + 3)):
+        before = state.ids
+        assert resumable.generate(prompts, NEW_TOKENS, state=state) == whole
+        assert counts(resumable) == (every - held, held)
+        assert resumable.generate(prompts, NEW_TOKENS, DRAWN, seed=7, n=2, state=state) == drawn
+        if "qwen35" in repr(resumable):  # in the slow tests
+            assert resumable.generate(prompts, NEW_TOKENS, speculative="prompt", draft_tokens=3, state=state) == whole
+        assert state.ids == before
+    assert many.ids == [SHARED[: n + 1] for n in lengths] and one.copy().ids == [SHARED]
+    assert list(resumable.stream(ENDS[1], NEW_TOKENS, state=one)) == whole[1]
+    logits, _ = resumable.extend(one, [ENDS[0]], logits="last")
+    assert int(np.argmax(logits[0])) == whole[0][0]
+    with pytest.raises(errors.SessionStateError, match="consumed"):
+        resumable.generate([[1]], NEW_TOKENS, state=one)
+
+
+def test_a_shared_beginning_is_read_once(resumable: Any) -> None:
+    """It is repeated for the rows, whatever they go on with; without one nothing changes."""
+    every = sum(map(len, SHARING))
+    drawn = [{"sampler": DRAWN, "seed": 7, "n": 2}] if "qwen35" in repr(resumable) else []  # in the slow tests
+    for options in ({}, *drawn):
+        assert resumable.generate(SHARING, NEW_TOKENS, share_prefix=True, **options) == resumable.generate(
+            SHARING, NEW_TOKENS, **options
+        )
+        assert counts(resumable) == (every, 0)
+    resumable.generate(SHARING, NEW_TOKENS, share_prefix=True)
+    assert counts(resumable) == (every - 2 * len(SHARED), 2 * len(SHARED))
+    alike = [SHARED, SHARED, SHARED[:3]]  # the last token of each is read
+    assert resumable.generate(alike, NEW_TOKENS, share_prefix=True) == resumable.generate(alike, NEW_TOKENS)
+    resumable.generate(alike, NEW_TOKENS, share_prefix=True)
+    assert counts(resumable) == (len(SHARED) * 2 + 3 - 4, 4)
+    apart = [[1, 2], [2, 2]]
+    assert resumable.generate(apart, NEW_TOKENS, share_prefix=True) == resumable.generate(apart, NEW_TOKENS)
+    assert resumable.generate([], NEW_TOKENS, share_prefix=True) == []
+
+
+@pytest.mark.slow
+def test_a_cache_that_only_a_side_output_reads() -> None:
+    """What no wanted output reads keeps no state, whichever program was made first."""
+    rng = np.random.default_rng(0)
+
+    def body(emit: rlx.Emit, x: rlx.FlowValue) -> rlx.FlowValue:
+        with emit.scope("probe"):
+            emit.output("probe", emit.attention(x, x, x, heads=2, causal=True))
+        return x + emit.attention(x, x, x, heads=2, causal=True)
+
+    flow = rlx.ModelFlow("f").input("tokens", ("batch", "seq"), "int32").embed("e").custom(body).linear("h")
+    weights = {key: rng.normal(size=(32, 8)).astype("f4") for key in "eh"}
+    whole = rlx.CausalLM(flow, weights).generate([[4, 5, 6, 1, 2]], 3)
+    resumable: Any = rlx.CausalLM(flow, weights)
+    _, state = resumable.prefill([[4, 5, 6]])
+    with pytest.raises(errors.TokenIdError):
+        resumable.generate([[99]], 3, state=state)  # which leaves the state
+    assert resumable.generate([[1, 2]], 3, state=state) == whole == resumable.generate([[4, 5, 6, 1, 2]], 3)
+    every = resumable.model.as_program("prefill")
+    outputs, _ = every(np.array([[4, 5, 6]], np.int32), lengths=np.array([3]), state=every.init_state(1, 8))
+    assert sorted(outputs) == sorted(resumable.model.output_names)
