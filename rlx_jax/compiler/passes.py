@@ -134,12 +134,22 @@ def none_if_default(value: Any, default: Any) -> Any:
     return None if value == default else value
 
 
-def uses_kernels(job: Job) -> bool:
+def uses_kernels(job: Job, choice: str = "") -> bool:
     """Return whether products and attention of a few rows run as one kernel each, with the ops around them.
 
     It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
+
+    Args:
+        job: the job.
+        choice: a field of the plan, which must leave the implementation to the compiler; "" for none.
     """
-    return is_for_kernels(job, "extend") and not job.settings.plan.scan
+    plan = job.settings.plan
+    return is_for_kernels(job, "extend") and not plan.scan and (not choice or getattr(plan, choice) == "auto")
+
+
+def uses_prompt_kernels(job: Job) -> bool:
+    """Return whether kernels for many tokens may run, which they do on one device."""
+    return is_for_kernels(job, "prefill") and job.settings.model_sharding is None
 
 
 def is_for_kernels(job: Job, program: str) -> bool:
@@ -227,41 +237,11 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.sizes is not None and job.program == "prefill" and job.settings.model_sharding is None,
         "layout",
     ),
-    Pass(
-        "group_deltas",
-        MIR,
-        group_deltas,
-        lambda job: is_for_kernels(job, "prefill") and job.settings.model_sharding is None,
-        "layout",
-    ),
-    Pass(
-        "group_heads",
-        MIR,
-        group_heads,
-        lambda job: is_for_kernels(job, "prefill") and job.settings.model_sharding is None,
-        "layout",
-    ),
-    Pass(
-        "group_attention",
-        MIR,
-        group_attention,
-        lambda job: uses_kernels(job) and job.settings.plan.implementation == "auto",
-        "layout",
-    ),
-    Pass(
-        "group_experts",
-        MIR,
-        group_experts,
-        lambda job: uses_kernels(job) and job.settings.plan.experts == "auto",
-        "layout",
-    ),
-    Pass(
-        "group_products",
-        MIR,
-        group_products,
-        lambda job: uses_kernels(job) and job.settings.plan.products == "auto",
-        "layout",
-    ),
+    Pass("group_deltas", MIR, group_deltas, uses_prompt_kernels, "layout"),
+    Pass("group_heads", MIR, group_heads, uses_prompt_kernels, "layout"),
+    Pass("group_attention", MIR, group_attention, lambda job: uses_kernels(job, "implementation"), "layout"),
+    Pass("group_experts", MIR, group_experts, lambda job: uses_kernels(job, "experts"), "layout"),
+    Pass("group_products", MIR, group_products, lambda job: uses_kernels(job, "products"), "layout"),
 )
 
 PASS_NAMES = tuple(p.name for p in PIPELINE)
