@@ -162,7 +162,10 @@ SAMPLED: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("packed weights", "a scan over layers"))) for n in SAMPLED],
+)
 def test_a_part_of_a_program_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, changes = SAMPLED[name]
     here = replace(rates._measured_cpu(), samples=True)
