@@ -15,7 +15,7 @@ DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyp
 
 # What shows whether another Python or another JAX works: ops and their numbers, families, generation, training, kernels,
 # several devices, states in place, the compile cache.
-SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels packed_tiles product_groups row_kernels expert_groups decode_attention delta_chunks delta_groups head_groups per_shard compile_cache) \
+SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels packed_tiles product_groups expert_groups decode_attention delta_chunks head_groups per_shard compile_cache) \
     tests/test_families.py::test_logits tests/test_mesh.py::test_states \
     tests/test_donation.py::test_the_state_is_aliased_and_never_copied
 
