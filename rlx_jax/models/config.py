@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from rlx_jax.errors import ConfigError, RequestError, RlxWarning, shown
+from rlx_jax.errors import ConfigError, GraphError, RequestError, RlxWarning, quote, shown
 from rlx_jax.io.fields import IGNORE_OPTION, IgnoredFields
 from rlx_jax.io.fields import Fields as Fields
 from rlx_jax.io.folder import CONFIG, Folder
@@ -145,6 +145,8 @@ class ModelConfig:
             ConfigError, LimitError: a value is absurd. UnsupportedError: a field that is not handled.
         """
         c = config if isinstance(config, Fields) else Fields(config, "config")
+        if isinstance(cls.inert, str):  # A tuple of its letters otherwise.
+            raise GraphError(f"{cls.__name__}: inert is {quote(cls.inert)}; expected a tuple of names of fields")
         result = cls.read(c)
         finish_model(c, cls.inert, cls.neutral)
         return result
