@@ -337,6 +337,9 @@ EQUIVALENT_KEYWORDS: dict[str, tuple[str, ...]] = {
     "temp": ("temperature",), **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit"), ("profile",)),
 }  # fmt: skip
 
+# For `device=` of other libraries, where a function takes `mesh`.
+DEVICE_ADVICE = "; use `with jax.default_device(device):` for one device, mesh= for several"
+
 
 def check_keywords(caller: str, keywords: Iterable[str], choices: Iterable[str]) -> None:
     """Check the keyword arguments of a call against the function's own, like Python does, but suggest a close name.
@@ -349,6 +352,8 @@ def check_keywords(caller: str, keywords: Iterable[str], choices: Iterable[str])
         if name not in names:
             equivalents = [ours for ours in EQUIVALENT_KEYWORDS.get(name, ()) if ours in names]
             suggestion = f"; did you mean {quote(equivalents[0])}?" if equivalents else did_you_mean(name, names)
+            if name in ("device", "devices") and "mesh" in names and not suggestion:
+                suggestion = DEVICE_ADVICE
             advice = suggestion or f"; it takes {listing(names, 8)}"
             raise TypeError(f"{caller}() got an unexpected keyword argument {quote(name)}{advice}")
 

@@ -151,6 +151,7 @@ def test_an_output_that_takes_no_letters(
 
 
 @pytest.mark.parametrize(("words", "told"), [
+    ("export nowhere -o m.rlxa", "there is no option '-o'; a value that begins with -"),
     ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
     ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
     ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rlx_jax as rlx
@@ -262,6 +263,9 @@ def test_switched_off(cache: Path, tmp_path: Path, monkeypatch: Any, switch: str
     elif switch == "call":
         rlx.compile_cache("off")
     else:
+        for name in ("_cache", "_cache_initialized", "_cache_checked", "_cache_used"):
+            # JAX's cache would stay in use, and later tests would store programs that it loaded, which are not whole.
+            monkeypatch.setattr(compilation_cache, name, getattr(compilation_cache, name))
         value = str(tmp_path / "jax") if switch.endswith("dir") else False
         before = getattr(jax.config, switch)
         jax.config.update(switch, value)

@@ -279,7 +279,8 @@ def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
             or any(option_name.startswith(name) for option_name in names)
         ):
             continue
-        suggestion = did_you_mean(f"--{name.lstrip('-')}", names)
+        # The two hyphens of a one-letter option would make it similar to any option of few letters.
+        suggestion = did_you_mean(f"--{name.lstrip('-')}", names) if len(name.lstrip("-")) > 1 else ""
         command.error(
             f"there is no option {quote(name)}{suggestion or '; a value that begins with - is written --option=VALUE'}"
         )

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 
 from rlx_jax import errors
-from rlx_jax.errors import integer_text, listing, quote, shown
+from rlx_jax.errors import did_you_mean, integer_text, listing, quote, shown
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.models.encoder import LABEL_LOGITS
@@ -113,6 +113,18 @@ def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
         )
 
 
+# The classes that have a method, for the error of a model that lacks it. A method that all classes have is not here.
+METHOD_CLASSES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("generate", "stream", "prefill", "extend", "perplexity", "chat", "conversation"), ("CausalLM",)),
+    "embed": ("Encoder", "VisionEncoder", "DualEncoder"), "hidden_states": ("Encoder", "VisionEncoder"),
+    "score": ("CausalLM", "Reranker"),
+    **dict.fromkeys(("embed_images", "similarity"), ("DualEncoder",)), "rank": ("Reranker",),
+    "embed_tokens": ("Encoder", "MultiVectorEncoder"), "maxsim": ("MultiVectorEncoder",), "tag": ("TokenClassifier",),
+    "classify": ("Classifier", "ImageClassifier"), "answer": ("QuestionAnswerer",), "fill": ("MaskedLM",),
+    "logits": ("CausalLM", "Classifier", "TokenClassifier", "QuestionAnswerer", "MaskedLM", "ImageClassifier"),
+}  # fmt: skip
+
+
 class TaskModel:
     """Base class of `CausalLM`, `Encoder` and similar classes.
 
@@ -126,6 +138,20 @@ class TaskModel:
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
         """Raise a RequestError that names the methods to call instead."""
         raise errors.RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an AttributeError that names the classes that have a method, and the methods of this one."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property failed: raise its own AttributeError
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in METHOD_CLASSES:
+                classes = " or ".join(f"rlx_jax.{each}" for each in METHOD_CLASSES[name])
+                message += f": it is a method of {classes}; this model has: {self._methods}"
+            elif not name.startswith("_"):
+                message += did_you_mean(name, dir(type(self)))
+            raise AttributeError(message)
 
     def export(
         self, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
