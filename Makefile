@@ -2,6 +2,7 @@
 #   make test                       the default suite
 #   make test VENV=/tmp/x PYTHON=python3.13
 #   make short VENV=/tmp/y PYTHON=python3.12 JAX=0.11.2
+#   make newest VENV=/tmp/z PYTHON=python3.12
 PYTHON ?= python3
 VENV ?= .venv
 
@@ -22,10 +23,16 @@ SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels pack
 # The kernels' slow tests, which an older JAX skips.
 KERNELS := tests/test_packed_tiles.py tests/test_expert_groups.py tests/test_delta_chunks.py tests/test_kernels.py tests/test_product_groups.py tests/test_decode_attention.py tests/test_per_shard.py::test_the_kernels_of_a_shard
 
-.PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
+# What shows whether JAX's newest release works, in two minutes: generation, training, the compile cache, and that kernels
+# lower for a GPU.
+NEWEST := 0.12.0.1
+NEWEST_TESTS := tests/test_generate.py tests/test_train.py tests/test_compile_cache.py tests/test_families.py::test_logits tests/test_mesh.py::test_states
+LOWERING := $(patsubst %,tests/test_%.py,packed_tiles expert_groups delta_chunks product_groups decode_attention)
+
+.PHONY: help demo test short newest slow soak lint types oracle notebooks wheel clean
 
 help:
-	@echo "make demo | test | short | slow | soak | lint | types | oracle | notebooks | wheel | clean"
+	@echo "make demo | test | short | newest | slow | soak | lint | types | oracle | notebooks | wheel | clean"
 
 demo: $(VENV)/.installed-demo
 	$(PY) examples/search.py
@@ -38,6 +45,12 @@ short: $(VENV)/.installed-dev
 	$(if $(JAX),$(INSTALL) jax==$(JAX) jaxlib==$(JAX))
 	$(PYTEST) $(SHORT)
 	$(PYTEST) -m slow $(KERNELS)
+
+# Python >= 3.12.
+newest: $(VENV)/.installed-dev
+	$(INSTALL) jax==$(NEWEST) jaxlib==$(NEWEST)
+	$(PYTEST) $(NEWEST_TESTS)
+	$(PYTEST) -m "not soak and not oracle" -k lower $(LOWERING)
 
 # What takes minutes: the training notebook and its like.
 slow: $(VENV)/.installed-dev
