@@ -12,14 +12,16 @@ from rlx_jax.ir.graph import BodyInput, Builder, Graph, Param, TypeCache
 from rlx_jax.ir.hir import Route
 from rlx_jax.ir.kernel_group import ExpertGroup
 from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
+from rlx_jax.lowering.lir.expert_groups import find_expert, find_tilings, group_experts, run_experts
 from rlx_jax.lowering.lir.expert_products import grouped, multiply_choices
 from rlx_jax.lowering.lir.experts import blocked
+from rlx_jax.lowering.lir.mosaic import run_kernel
 from tests.interpreter import interpreted, needs_mosaic
 
 EXPERTS, ROUTE = ExpertFfn(), Route(8)
@@ -53,7 +55,8 @@ def groups(graph: Graph) -> list[ExpertGroup]:
 def arrays(group: ExpertGroup) -> list[jax.Array]:
     rng, types = np.random.default_rng(0), [n.types[0] for n in group.body.nodes if isinstance(n.op, BodyInput)]
     drawn = [rng.normal(size=tuple(map(int, t.shape))) for t in types]
-    drawn[0] = np.round(drawn[0] * 4) / 4  # with equal logits
+    drawn[0] = np.minimum(np.round(drawn[0] * 4) / 4, 0)  # with equal logits
+    drawn[0][..., :2] = -0.0  # not selected, as there are enough +0
     return [jnp.asarray(a, t.dtype) for a, t in zip(drawn, types, strict=True)]
 
 
@@ -147,6 +150,26 @@ def test_products_of_blocks_lower_for_a_gpu(tokens: int) -> None:
     run: Any = jax.jit(lambda *a: multiply_choices(op, *a))
     with use_abstract_mesh(h200):
         assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 2
+
+
+# Logits of each kind; NaN has both signs.
+LOGITS = [0.0, -0.0, 1.0, -1.0, 1e-42, -1e-42, np.inf, -np.inf, np.nan, -np.nan]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("size", [128, 256])
+def test_experts_are_in_the_order_of_the_op(size: int) -> None:
+    logits = np.random.default_rng(0).choice(np.asarray(LOGITS, np.float32), size)
+
+    def run(row: Any, interpret: Any = None) -> Any:
+        def body(refs: Any) -> None:
+            refs.ids[refs.choice] = find_expert(refs.logits, refs.choice)
+
+        ids = {"ids": jax.ShapeDtypeStruct((size,), jnp.int32)}
+        return run_kernel(body, {"logits": [row, row]}, ids, {}, {"choice": size}, interpret=interpret)[0]
+
+    _, want = TopK(size).eval(jnp.asarray(logits))
+    np.testing.assert_array_equal(interpreted(run, jnp.asarray(logits)), want)
 
 
 @needs_mosaic

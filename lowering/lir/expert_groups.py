@@ -36,7 +36,7 @@ from rlx_jax.lowering.lir.matvec import (
     run_tiles,
     scratch_of,
 )
-from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, load, pl, plgpu, tiled
+from rlx_jax.lowering.lir.mosaic import LANES, WARPS, copies, flipped, load, pl, plgpu, tiled
 from rlx_jax.lowering.lir.product_groups import GroupKey, is_constant, results_of, struct
 from rlx_jax.lowering.mir.small import dce
 
@@ -243,15 +243,17 @@ def traces_of(key: GroupKey) -> tuple[ExpertFfn, KernelTrace]:
 def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
     """Return the expert of a choice: as many others have larger logits, or equal ones and a lower number.
 
+    As in `TopK`, NaN is above infinity, and +0 above −0.
+
     Args:
-        logits: the logits, twice: Mosaic finds no layouts for two loads of one reference.
+        logits: the logits in float32, twice: Mosaic finds no layouts for two loads of one reference.
         choice: the number of the choice.
     """
     count = logits[0].shape[0]
     layout = tiled(((LANES * WARPS, 4), (LANES, 4)), (-4,), (-2,))
     square = (count, count)
     loaded = (load(ref, layout.reduce(1 - axis)) for axis, ref in enumerate(logits))
-    rows = (jnp.where(a == a, a, jnp.inf) for a in loaded)  # NaN is selected first, as `TopK` does
+    rows = (flipped(lax.bitcast_convert_type(a, jnp.int32)) for a in loaded)
     own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
     number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
     larger, as_large = (plgpu.layout_cast(jnp.where(a, 1.0, 0.0), layout) for a in (other > own, other >= own))

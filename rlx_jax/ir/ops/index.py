@@ -376,8 +376,8 @@ class Sort(Mir):
 class TopK(Mir):
     """Select the `k` largest entries along `axis`, or the smallest, best first: values and int32 indices.
 
-    Equal entries keep their order; NaN is above infinity, and +0 above −0. `roles` are the roles of the other axes of x
-    (`rlx_jax.ir.roles`), set by a pass that shards the program over a mesh.
+    Equal entries keep their order. NaN is above infinity, but below −infinity with its sign set, and +0 is above −0.
+    `roles` are the roles of the other axes of x (`rlx_jax.ir.roles`), set by a pass that shards a program over a mesh.
     """
 
     traits = replace(REDUCTION, widens=False)
