@@ -92,14 +92,14 @@ GPU_LAYERS, MOE_LAYERS = 4, 2
 """Layers are unrolled, and each takes its time to compile; those of the mixture have 0.6 B parameters each."""
 
 FIGURES = {
-    ("llama", 1, 256): 0.797, ("llama", 8, 256): 0.902, ("llama", 64, 256): 1.274, ("qwen3", 1, 256): 0.737,
-    ("qwen3", 64, 256): 1.669, ("gemma3_text", 1, 256): 0.902, ("qwen3_moe", 1, 256): 0.506,
+    ("llama", 1, 256): 0.768, ("llama", 8, 256): 0.880, ("llama", 64, 256): 1.304, ("qwen3", 1, 256): 0.651,
+    ("qwen3", 64, 256): 1.495, ("gemma3_text", 1, 256): 0.864, ("qwen3_moe", 1, 256): 0.498,
     ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934,
-    ("qwen3_5_text", 1, 256): 0.933, ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125,
-    ("135m", 1, 256): 0.445, ("8b", 64, 256): 5.41,
+    ("qwen3_5_text", 1, 256): 0.904, ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125,
+    ("135m", 1, 256): 0.392, ("8b", 64, 256): 5.41,
 }  # fmt: skip
 PROMPT_FIGURES = {
-    ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 55.5, ("qwen3_moe", 8, 2048): 29.25,
+    ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 54.3, ("qwen3_moe", 8, 2048): 29.0,
     ("qwen3_5_text", 1, 4096): 14.3, ("qwen3_5_text", 8, 4096): 77.6, ("8b", 8, 2048): 352.0,
 }  # fmt: skip
 """Milliseconds of a step and of a prompt in bf16 on one H200, from benchmarks/README.md; of one row with

@@ -82,14 +82,14 @@ class Rates:
 
 
 # Fractions of an H200, fitted to figures of benchmarks/README.md and docs/performance.md: steps and prompts of
-# Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16. The largest error on 21 such figures is 18 %
+# Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16. The largest errors on 21 such figures are 20 and 15 %
 # (`python benchmarks/plan.py --figures`, jax 0.11); docs/plan.md has what was compared otherwise. Attention is
 # counted without its causal mask and recurrences with each state read twice, so that fractions may be 1 or more.
 H200_KERNELS: Mapping[KernelKind, KernelRate] = {
-    "product": KernelRate(0.84, 0.92, 3.5e-6),
-    "attention": KernelRate(1.19, 0.88, 3.4e-6),
+    "product": KernelRate(0.84, 0.92, 3.2e-6),
+    "attention": KernelRate(1.19, 0.88, 3.1e-6),
     "experts": KernelRate(0.49, 0.95, 6.0e-6),
-    "recurrence": KernelRate(0.215, 1.0, 10.7e-6),
+    "recurrence": KernelRate(0.21, 1.0, 11.0e-6),
     "reduction": KernelRate(1.0, 0.54, 2.1e-6),
     "fused": KernelRate(1.0, 0.53, 0.0),
 }
