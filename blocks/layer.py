@@ -10,6 +10,7 @@ instead. The stages that write a layer are in `decoder.py`.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Literal
@@ -180,7 +181,7 @@ class LayerSpec:
                 expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
                 raise GraphError(f"LayerSpec: {name} is {shown(getattr(self, name))}; expected {expected}")
         multiplier = self.residual_multiplier
-        if isinstance(multiplier, bool) or not isinstance(multiplier, int | float) or not math.isfinite(multiplier):
+        if isinstance(multiplier, bool) or not isinstance(multiplier, numbers.Real) or not math.isfinite(multiplier):
             raise GraphError(f"LayerSpec: residual_multiplier is {shown(multiplier)}; expected a finite number")
 
     # -- parameters under a prefix -----------------------------------------------------------

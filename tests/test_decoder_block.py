@@ -105,6 +105,18 @@ def test_options_of_a_layer(name: str) -> None:
         assert_close(run(Qwen3Decoder.layer(0, spec), stored, mesh=mesh("tensor", 2)), want, tolerance=3e-6)
 
 
+def test_numbers_of_numpy_are_options() -> None:
+    """A window and a multiplier as NumPy has them; a window of another kind is an error."""
+    window, multiplier = np.arange(4)[3], np.float32(0.5)
+    specs = [replace(LLAMA, mask=MaskKind.sliding_window(3), residual_multiplier=0.5),
+             replace(LLAMA, mask=MaskKind.sliding_window(window), residual_multiplier=multiplier)]  # fmt: skip
+    got, want = (run(LlamaDecoder.layer(0, spec), weights_of(LLAMA)) for spec in specs)
+    np.testing.assert_array_equal(got, want)
+    for wrong in (0, 2.5, True):
+        with pytest.raises(rlx.errors.GraphError, match=f"number of keys of a window is {wrong}; expected an integer"):
+            MaskKind.sliding_window(wrong)  # type: ignore[arg-type]
+
+
 def test_fused_is_one_block_and_composed_is_many() -> None:
     """The summary of HIR says which; `direct` groups the queries, `fusable` repeats the keys."""
     flow, weights = flow_of(RopeTables.theta(DIM)), weights_of(LLAMA)

@@ -21,6 +21,16 @@ def test_a_missing_method_names_the_classes_that_have_it() -> None:
     assert not hasattr(object.__new__(rlx.Encoder), "__wrapped__")
 
 
+def test_a_suggestion_is_a_public_attribute() -> None:
+    """Also one that only the instance has; a private one is no suggestion."""
+    model = object.__new__(rlx.CausalLM)
+    model.tokenizer = None
+    with pytest.raises(AttributeError, match=r"no attribute 'tokeniser'; did you mean 'tokenizer'\?$"):
+        getattr(model, "tokeniser")  # noqa: B009
+    with pytest.raises(AttributeError, match="no attribute 'methods'$"):
+        getattr(model, "methods")  # noqa: B009
+
+
 def test_a_property_that_fails_keeps_its_error() -> None:
     class Broken(TaskModel):
         @property

@@ -127,7 +127,7 @@ def find_parts(graph: Graph, number: int) -> AttentionParts | None:
 
 
 def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
-    """Return whether the kernel has an attention with operands of these types: bf16, one new token of a few rows."""
+    """Return whether the kernel has an attention with operands of these types: bf16, one new token of up to 64 rows."""
     q, k, v, *extras = types
     if any(t.symbols or t.dtype != jnp.bfloat16 for t in (q, k, v)) or k.shape != v.shape:
         return False

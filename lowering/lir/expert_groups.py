@@ -243,7 +243,7 @@ def traces_of(key: GroupKey) -> tuple[ExpertFfn, KernelTrace]:
 def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
     """Return the expert of a choice: as many others have larger logits, or equal ones and a lower number.
 
-    As in `TopK`, NaN is above infinity, and +0 above −0.
+    They are in the order of `TopK`: NaN by its sign, and +0 above −0.
 
     Args:
         logits: the logits in float32, twice: Mosaic finds no layouts for two loads of one reference.

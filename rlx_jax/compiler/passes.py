@@ -135,7 +135,7 @@ def none_if_default(value: Any, default: Any) -> Any:
 
 
 def uses_kernels(job: Job, choice: str = "") -> bool:
-    """Return whether products and attention of a few rows run as one kernel each, with the ops around them.
+    """Return whether products and attention of decoded rows run as one kernel each, with the ops around them.
 
     It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
 

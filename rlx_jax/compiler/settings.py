@@ -40,9 +40,10 @@ CLEANING = ("cse", "constant_folding", "dce")
 # call on the host, and 32 gain nothing. On a CPU a step takes longer than a call, and users see tokens sooner with 4.
 DEFAULT_STEPS = {"cpu": 4}
 # Options of XLA with kernels over a mesh. Sums over devices end a CUDA graph, and by default XLA makes none of fewer
-# than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26. With 64 rows, where no kernel multiplies, it
-# takes 4.52 in place of 4.47; the other option is for these, where Triton divides sums of products into two kernels:
-# 4.23 ms. Fewer rows than 64, and more than kernels multiply, were not measured.
+# than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26. With 64 rows, where no kernel multiplies bf16
+# weights, it took 4.52 in place of 4.47; the other option is for these, where Triton divides sums of products into two
+# kernels: 4.23 ms, and 4.29 in a later run with the kernel of attention, where the first option was not measured again.
+# Nor were fewer rows than 64, and more than kernels multiply.
 MESH_OPTIONS = {"xla_gpu_graph_min_graph_size": 2}
 MANY_ROWS, MANY_ROWS_OPTIONS = 64, {"xla_gpu_enable_triton_gemm": False}
 # Options of XLA for steps that train in bf16 on an H100 or H200. XLA moves ops into Triton's kernel of a product after

@@ -429,6 +429,6 @@ def _channel_values(c: Fields, name: str, default: Sequence[float], low: float) 
     """Return a number over `low` for each channel, given as a list or as one number for all."""
     if not isinstance(c.values.get(name, default), list | tuple):
         return (c.real(name, low=low),) * CHANNELS
-    kind = f"{CHANNELS} finite numbers" if math.isinf(low) else f"{CHANNELS} finite numbers over {low:g}"
+    kind = "finite numbers" if math.isinf(low) else f"finite numbers over {low:g}"
     values = c.items(name, default, kind, lambda v: type(v) in (int, float) and math.isfinite(v) and v > low, CHANNELS)
     return tuple(map(float, values))

@@ -76,7 +76,7 @@ class KernelGroup(BodyOp, Mir):
 
 @dataclass(frozen=True)
 class AttentionGroup(BodyOp, Mir):
-    """Attention of one new token for one or a few rows, fused with the ops on its heads and the cache updates.
+    """Attention of one new token of each of up to 64 rows, fused with the ops on its heads and the cache updates.
 
     Operands: the cached keys and values, then the other inputs of the ops. Results: the context, and both caches.
     """

@@ -91,7 +91,7 @@ def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
 
 def _time_step_limit(c: Fields) -> tuple[float, float | None]:
     """Return the minimum and maximum of a time step; the maximum is None for infinity."""
-    values = c.items("time_step_limit", [0.0, math.inf], "two numbers", lambda value: True, 2)
+    values = c.items("time_step_limit", [0.0, math.inf], "numbers", lambda value: True, 2)
     low, high = (_number(c, value) for value in values)
     if not 0 <= low <= high or math.isinf(low):
         raise c.invalid("time_step_limit", "0 ≤ minimum ≤ maximum", values)

@@ -150,7 +150,7 @@ class TaskModel:
                 classes = " or ".join(f"rlx_jax.{each}" for each in METHOD_CLASSES[name])
                 message += f": it is a method of {classes}; this model has: {self._methods}"
             elif not name.startswith("_"):
-                message += did_you_mean(name, dir(type(self)))
+                message += did_you_mean(name, (public for public in dir(self) if not public.startswith("_")))
             raise AttributeError(message)
 
     def export(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import GraphError, did_you_mean, quote, shown, wrong_arity
+from rlx_jax.errors import GraphError, check_integer, did_you_mean, quote, wrong_arity
 
 
 def check_arity(op: str, got: int, *expected: int) -> None:
@@ -44,9 +44,7 @@ class MaskKind:
     @staticmethod
     def sliding_window(window: int) -> MaskKind:
         """Return a causal mask that keeps only the last `window` keys, including the query's own."""
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise GraphError(f"a sliding window keeps at least 1 key, got {shown(window)}; expected an integer")
-        return MaskKind("sliding_window", window)
+        return MaskKind("sliding_window", check_integer("mask: the number of keys of a window", window, 1, GraphError))
 
     @staticmethod
     def local(window: int) -> MaskKind:
