@@ -267,10 +267,10 @@ class Backend(Table):
         these blocks one after the other, `ragged` sorts groups for `jax.lax.ragged_dot`; `auto` depends on the numbers
         of tokens and experts, and is `looped` on the CPU
     kernels: `auto` runs the package's own Pallas kernels where they were measured: on one H100 or H200 with jax
-        0.11, in programs that are not trained, for experts, recurrences, products of 9 to 128 rows with packed weights,
-        and bf16 attention of up to 64 and products of up to 8 decoded rows with the ops around them; over a mesh, in
-        decode steps that can be the program of one device; `off` never; `on` as `auto`, and an error where no kernel
-        can run
+        0.11 (and with later releases), in programs that are not trained, for experts, recurrences, products of 9 to 128
+        rows with packed weights, and bf16 attention of up to 64 and products of up to 8 decoded rows with the ops
+        around them; over a mesh, in decode steps that can be the program of one device; `off` never; `on` as `auto`,
+        and an error where no kernel can run
     steps_per_dispatch: tokens per row that one call of the generation loop produces, any number; `auto` is 4 on the
         CPU, else 16; a stream takes one by one, or two by two from 16 on
     stop_early: end a call of the loop when its last row has ended, and not after a fixed number of steps; `auto` does

@@ -299,6 +299,13 @@ def inlined(inputs: str, params: tuple[str, ...] | None = None) -> Any:
     return m.inline(queries.inner(), dict(zip(inputs, given, strict=False)), bound)
 
 
+def with_parameter(value: Any) -> Any:
+    """Compile a graph whose parameter of 64-bit integers has a value."""
+    m = rlx.Graph.hir("m")
+    m.set_outputs([m.mul(m.input("x", (2,)), m.cast(m.param("w", (2,), "i64"), "f32"))])
+    return rlx.compile(m, {"w": value})
+
+
 def mxfp4(edit: Callable[[Any], Any]) -> Any:
     """Look at a weight in MXFP4 after a change of its parts."""
     parts = {f"w{end}": array for end, array in gpt_oss.packed((2, 3, 64), 1).items()}
