@@ -82,7 +82,7 @@ class ModelFlow(Stages):
     _declared: tuple[WeightDecl, ...] = ()
     _added_weights: WeightSource | None = None
     _missing: Literal["error", "init"] = "error"
-    # Every source that the flow is bound to or compiled with passes through it; its own result, too, and unchanged.
+    # Applied to every source that the flow is bound to or compiled with, and to its own result, which stays as it is.
     _adapt_weights: Callable[[WeightSource], WeightSource] | None = None
     _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can

@@ -136,9 +136,9 @@ def export_model(
 
     Raises:
         MissingWeightError: the model has no parameters. UnsupportedError: there are several processes; the model is
-            loaded from an artifact; a program cannot be exported with symbolic sizes; a dtype that safetensors lacks;
-            no flatbuffers.
-        RequestError, GraphError: an argument is not valid.
+            loaded from an artifact; a program trains, or cannot be exported with symbolic sizes; a dtype that
+            safetensors lacks; no flatbuffers.
+        RequestError, GraphError: an argument is not valid; `sizes` has more tokens than the model has positions.
         TargetExistsError, NoSpaceError, SaveFailedError: as `rlx_jax.save`.
     """
     names = programs
