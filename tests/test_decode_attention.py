@@ -134,6 +134,7 @@ WITHOUT: dict[str, Case] = {
     "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=24),
     "keys that warps do not divide": Case(keys=100), "a long cache": Case(width=256, keys=4128),
     "65 rows": Case(batch=65), "a long cache of 2 rows": Case(width=256, batch=2, keys=2056),
+    "many rows of a long cache": Case(batch=9, keys=2112), "many rows, 8 heads of a key head": Case(8, 1, batch=9),
     "f32": Case(dtype=F32), "pinned products": Case(precision="highest"), "weights returned": Case(returns="probs"),
 }  # fmt: skip
 

@@ -215,7 +215,7 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
     weights = {key: np.random.default_rng(0).normal(size=shape).astype("f4") for key, shape in shapes.items()}
     sharded: Any = rlx.compile(flow, weights, mesh=mesh)
     x = np.random.default_rng(1).standard_normal((8, 8)).astype("f4")
-    for name, sizes in (("any", []), ("eight", [{"batch": 8}])):
+    for name, sizes in (("any", ()), ("eight", [{"batch": 8}])):
         sharded.export(tmp_path / f"{name}.rlxa", sizes=sizes)
         loaded = load(tmp_path / f"{name}.rlxa")
         want = {k: v.sharding.spec for k, v in sharded.params.items()}

@@ -24,11 +24,19 @@ from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import Group, group_body, join_nodes
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.attention_step import MAX_STEP_ROWS, AttentionKernel, HeadRow, are_divided, divide
+from rlx_jax.lowering.lir.attention_step import (
+    HEADS_OF_MANY_ROWS,
+    MAX_STEP_ROWS,
+    AttentionKernel,
+    HeadRow,
+    are_divided,
+    divide,
+)
 from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS, READ_VECTOR
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.product_groups import is_by_rows, op_refusal, struct
+from rlx_jax.lowering.lir.row_products import MAX_ROWS
 from rlx_jax.lowering.mir.small import dce
 
 
@@ -133,6 +141,8 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
         return False
     rows = int(q.shape[0])
     if rows > MAX_STEP_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
+        return False
+    if rows > MAX_ROWS and op.heads > HEADS_OF_MANY_ROWS * op.kv_heads:
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
     if width not in HEAD_WIDTHS or not are_divided(rows, width, keys):
@@ -312,5 +322,7 @@ def attention_refusal(graph: Graph, node: Node) -> str:
         return f"{tokens} new tokens of a row"
     if rows > MAX_STEP_ROWS:
         return f"{rows} rows, more than {MAX_STEP_ROWS}"
+    if rows > MAX_ROWS and op.heads > HEADS_OF_MANY_ROWS * op.kv_heads:
+        return f"{rows} rows with {op.heads // op.kv_heads} query heads of a key head, more than {HEADS_OF_MANY_ROWS}"
     size = f"{rows} x {int(k.shape[1]):,} cached tokens"
     return f"{size}, or its operands" if width // op.heads in HEAD_WIDTHS else f"heads of {width // op.heads}"

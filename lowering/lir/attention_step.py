@@ -25,8 +25,8 @@ MAX_KEYS, MAX_KEYS_OF_TILES = 4096, 12288
 # Slots of a cache of several rows without tiles, at most, and of one row where heads have a program each.
 MAX_KEYS_OF_ROWS = 2048
 
-# Rows of a step, at most. More than 8 were measured after 161 to 241 tokens, against the kernels of XLA and cuDNN.
-MAX_STEP_ROWS = 64
+# Rows of a step, at most. Of more than 8, caches of at most 2,048 slots and 4 query heads of a key head were measured.
+MAX_STEP_ROWS, HEADS_OF_MANY_ROWS = 64, 4
 
 # Programs that share the keys of a head 256 wide, of a cache of 2,048 slots at most.
 WIDE_SPLITS = 8
@@ -121,7 +121,9 @@ def warp_keys_of(rows: int, width: int, keys: int) -> int:
 
 def are_divided(rows: int, width: int, keys: int) -> bool:
     """Return whether warps can divide a cache of so many slots, and the kernel is faster than XLA's form."""
-    most = MAX_KEYS_OF_TILES if has_tiles(rows, width, keys) else MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS
+    most = MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS
+    if rows <= MAX_ROWS and has_tiles(rows, width, keys):
+        most = MAX_KEYS_OF_TILES
     warp_keys = warp_keys_of(rows, width, keys)
     return WARPS * warp_keys <= keys <= most and keys % warp_keys == 0
 
