@@ -233,9 +233,16 @@ class SessionStateError(RlxError, RuntimeError):
     """A state was already consumed by an earlier call, or belongs to another model."""
 
 
+class RlxCacheWarning(UserWarning):
+    """The persistent compile cache has a fault. The program is compiled again, with the same result."""
+
+
+class RlxNumericsWarning(UserWarning):
+    """Numbers are suspicious, such as infinity in weights."""
+
+
 class RlxWarning(UserWarning):
-    """Something was left out on purpose, takes more memory than planned, holds suspicious numbers, or the compile cache
-    has a fault; the message names it."""
+    """Something was left out on purpose, or takes more memory than planned; the message names it."""
 
 
 # -- helpers for messages ----------------------------------------------------------------------

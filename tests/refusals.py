@@ -29,7 +29,7 @@ import jax
 import pytest
 
 from rlx_jax import cli
-from rlx_jax.errors import RlxError, RlxWarning
+from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from tests.oracles.checkpoints import FIXTURES, copy
 
 ROWS_PAGE = Path(__file__).parent / "golden" / "refusals" / "rows.md"
@@ -133,7 +133,7 @@ def told(case: Case) -> str:
     names = dict(shared(case.page)) if case.kind == "python" else {}
     with beside_checkpoints(case.code) as here, as_users_run() as warned:
         end = in_a_shell(case.code) if case.kind == "sh" else in_python(case, names)
-        own = [w for w in warned if isinstance(w.message, RlxWarning)]
+        own = [w for w in warned if isinstance(w.message, RlxWarning | RlxNumericsWarning)]
         lines = [f"{type(w.message).__name__}: {w.message}" for w in own] + end
     if not lines:
         raise NotTold(f"{case.page.stem}: {case.name}: no error, and no warning")

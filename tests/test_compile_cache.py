@@ -27,7 +27,7 @@ from rlx_jax.compiler import compile_cache
 from rlx_jax.compiler import content_digest as content_digests
 from rlx_jax.compiler.content_digest import content_digest
 from rlx_jax.device import running_device
-from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxWarning, StorageError
+from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
 from rlx_jax.ir.ops.attention import AttentionOp
 from tests.hub_server import LLAMA
@@ -146,7 +146,7 @@ def test_a_damaged_program_is_compiled_again_and_replaced(cache: Path, damage: s
     """One warning, the right result; the next run finds a sound entry."""
     assert [program()[1], program()[1]] == [False, True]
     DAMAGES[damage](entries(cache)[0], 0.5)
-    with pytest.warns(RlxWarning) as warned:
+    with pytest.warns(RlxCacheWarning) as warned:
         assert not program()[1]
     assert len(warned) == 1 and program()[1]
 
@@ -161,7 +161,7 @@ def test_a_cache_that_cannot_be_used_is_a_warning(cache: Path, monkeypatch: Any,
     else:
         cache.mkdir()
         cache.chmod(0o777)
-    with pytest.warns(RlxWarning, match="compile cache") as warned:
+    with pytest.warns(RlxCacheWarning, match="compile cache") as warned:
         assert [program(scale)[1] for scale in (2.0, 3.0, 2.0)] == [False, False, False]
     assert len(warned) == 1
 
@@ -236,7 +236,7 @@ def test_a_setting_that_is_no_directory_is_named(cache: Path, monkeypatch: Any, 
     """In the environment it is a warning and no cache, in a call an error."""
     if "\0" not in text:  # which the environment cannot hold
         monkeypatch.setenv("RLX_JAX_CACHE", text)
-        with pytest.warns(RlxWarning, match="RLX_JAX_CACHE.*'on'.*'off'"):
+        with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE.*'on'.*'off'"):
             assert not program()[1]
     with pytest.raises(RequestError, match="'on'.*'off'"):
         rlx.compile_cache(text)
@@ -251,7 +251,7 @@ def test_the_limit_is_a_number(cache: Path, monkeypatch: Any) -> None:
     assert rlx.compile_cache().max_bytes == 5000 and rlx.compile_cache(max_bytes=7000).max_bytes == 7000
     monkeypatch.setattr(compile_cache, "_choice", {})
     monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "2 GB")
-    with pytest.warns(RlxWarning, match="RLX_JAX_CACHE_MAX_BYTES"):
+    with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE_MAX_BYTES"):
         assert not program()[1]
 
 
@@ -373,7 +373,7 @@ def test_the_programs_of_the_first_tokens_are_loaded_with_the_weights(
     for path in entries(cache):
         if path.stat().st_size > 4096:
             flip(path, 0.5)
-    with pytest.warns(RlxWarning, match="the entry replaced"):
+    with pytest.warns(RlxCacheWarning, match="the entry replaced"):
         assert run()[0] == want
 
 
@@ -433,7 +433,7 @@ def test_what_cannot_be_loaded_is_traced_with_the_settings_of_its_caller(
     for path in entries(cache):
         if path.stat().st_size > 4096:  # a program
             flip(path, 0.5)
-    with pytest.warns(RlxWarning, match="the entry replaced"):
+    with pytest.warns(RlxCacheWarning, match="the entry replaced"):
         assert load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2) == want
     assert len(threads) > count and {*threads} == {threading.get_ident()}
 
@@ -446,7 +446,7 @@ with warnings.catch_warnings(record=True) as caught:
     lm = rlx.load(sys.argv[1])
     answers = lm.generate([[3, 1, 4, 1], [5, 9]], max_new_tokens=8)
 report = lm.report()
-names = [str(w.message) for w in caught if w.category is rlx.errors.RlxWarning]
+names = [str(w.message) for w in caught if w.category is rlx.errors.RlxCacheWarning]
 print(json.dumps({"answers": answers, "compiles": report.compiles, "loaded": report.loaded, "warnings": names}))
 """
 

@@ -20,7 +20,7 @@ from rlx_jax.errors import (
     LimitError,
     ProfileError,
     RequestError,
-    RlxWarning,
+    RlxCacheWarning,
     UnsupportedError,
 )
 from rlx_jax.lowering.inspect.buffers import dump_lir
@@ -256,7 +256,7 @@ def test_planned_programs_on_disk(tmp_path: Path) -> None:
         cache.compile_hir_cached("m", module(), pipeline)
     for path in tmp_path.glob("*.entry"):
         path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
-    with pytest.warns(RlxWarning, match="made again"):
+    with pytest.warns(RlxCacheWarning, match="made again"):
         assert cache.get_lir("a", "source") is None
     with pytest.raises(LimitError):
         rlx.AotCache(tmp_path, max_bytes=10).put_lir("a", lir)

@@ -19,7 +19,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import device, errors
-from rlx_jax.errors import RlxError, RlxWarning
+from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from rlx_jax.io import limits as weight_limits
 from tests import refusal_builders, refusal_names, refusals
 from tests.opening import load, recipe_for
@@ -79,7 +79,7 @@ def test_a_dtype_has_several_spellings(dtype: Any) -> None:
 def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
     """What is not wrong enough to stop: infinity, code that is not run, weights that nobody reads."""
     world.here = tmp_path
-    with pytest.warns(RlxWarning, match=r"'w' \(mapping\): 32 of 32 values"):
+    with pytest.warns(RlxNumericsWarning, match=r"'w' \(mapping\): 32 of 32 values"):
         rlx.compile(mlp(), {"w": np.full((4, 8), 1e300)})
     with pytest.warns(RlxWarning, match=r"llama/config\.json': auto_map is ignored"):
         world.llama(auto_map={"AutoModel": "x.y"})
@@ -87,7 +87,7 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
         rlx.compile(mlp(), W | {"v": X}, strict=False)
     with pytest.warns(RlxWarning, match=r"mlp: fusion\.target is 'tpu'"):
         rlx.compile(mlp(), W, profile=rlx.CompileProfile().replace(fusion={"target": "tpu"}))
-    with pytest.warns(RlxWarning, match=r"1 of 1 weights hold NaN.*'w'"):
+    with pytest.warns(RlxNumericsWarning, match=r"1 of 1 weights hold NaN.*'w'"):
         rlx.save(world.mlp.replace(params={"w": jnp.full((4, 8), jnp.nan)}), tmp_path / "nan", "safetensors")
 
 

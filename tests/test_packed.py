@@ -13,7 +13,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import (
     LimitError,
     NonFiniteWeightError,
-    RlxWarning,
+    RlxNumericsWarning,
     UnsupportedError,
     WeightError,
 )
@@ -172,7 +172,7 @@ def test_nan_in_a_block(scheme: str) -> None:
     with pytest.raises(NonFiniteWeightError, match="32 NaN of 64 values read"):
         source.read("w", (slice(1, 2),))
     assert source.read("w", (slice(0, 1),)).shape[0] == 1
-    with pytest.warns(RlxWarning, match="32 NaN of 192 values read"):
+    with pytest.warns(RlxNumericsWarning, match="32 NaN of 192 values read"):
         rlx.compile(flow, rlx.open_weights(weights, on_nonfinite="warn"))
     model = rlx.compile(flow, rlx.open_weights(weights, on_nonfinite="ignore"))
     want = numbers(scheme, weights["w"].data)
@@ -182,7 +182,7 @@ def test_nan_in_a_block(scheme: str) -> None:
 def test_infinity_in_a_block() -> None:
     """A warning, as anywhere; but infinity times a quant of 0 is NaN, and that is an error."""
     value = damaged("gguf_q8_0", np.inf)
-    with pytest.warns(RlxWarning, match="32 infinite of 192 values"):
+    with pytest.warns(RlxNumericsWarning, match="32 infinite of 192 values"):
         rlx.open_weights({"w": value}).read("w")
     data = value.data.copy()
     data[1, 2] = 0

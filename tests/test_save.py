@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import IntegrityError, RlxWarning, TargetExistsError, WeightError
+from rlx_jax.errors import IntegrityError, RlxNumericsWarning, TargetExistsError, WeightError
 from rlx_jax.io import atomic
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights.format import Entry
@@ -142,10 +142,10 @@ def test_untouched_weights_that_were_narrowed_are_copied_from_the_source(tmp_pat
     twice = np.asarray(params["a.bias"]).astype(np.float32)
     assert_holds(tmp_path / "f32", {"a.weight": weights["a.weight"], "a.bias": twice})
     params["a.bias"] = jnp.full(8, 1e6, jnp.bfloat16)
-    with pytest.warns(RlxWarning, match="'a.bias': 8 of 8 .*f16"):
+    with pytest.warns(RlxNumericsWarning, match="'a.bias': 8 of 8 .*f16"):
         rlx.save(model.replace(params=params), tmp_path / "f16", "safetensors", dtype="f16")
     params["a.bias"] = jnp.full(8, 1e-7, jnp.bfloat16)
-    with pytest.warns(RlxWarning, match="'a.bias': .*6.1e-05.*f16"):
+    with pytest.warns(RlxNumericsWarning, match="'a.bias': .*6.1e-05.*f16"):
         rlx.save(model.replace(params=params), tmp_path / "small", "safetensors", dtype="f16")
 
 

@@ -183,7 +183,7 @@ def test_pixel_values_of_no_picture() -> None:
     encoder = vision("dinov2")
     levels = np.tile(PLAIN.transpose(2, 0, 1)[None].astype(np.float32), (1, 1, 5, 6))
     levels[0, 0, 0, :2] = 0, 255
-    with pytest.warns(errors.RlxWarning, match="pixel_values: 0 to 1.*uint8"):
+    with pytest.warns(errors.RlxNumericsWarning, match="pixel_values: 0 to 1.*uint8"):
         encoder.embed(levels / 255)
     assert encoder.processor is not None and encoder.processor.range == pytest.approx((-2.1179, 2.64), abs=1e-4)
     mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (encoder.processor.mean, encoder.processor.std))

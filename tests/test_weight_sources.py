@@ -105,7 +105,7 @@ def test_nan(tmp_path: Path, kind: str, dtype: str) -> None:
     with pytest.raises(errors.NonFiniteWeightError, match="1 NaN of 2 values"):
         source.read("w", (slice(2, 3),))
     np.testing.assert_array_equal(source.read("w", (slice(0, 1),)), array[:1])
-    with pytest.warns(errors.RlxWarning, match="2 NaN of 6 values"):
+    with pytest.warns(errors.RlxNumericsWarning, match="2 NaN of 6 values"):
         source_of(kind, tmp_path, array, on_nonfinite="warn").read("w")
     assert np.isnan(source_of(kind, tmp_path, array, on_nonfinite="ignore").read("w")).sum() == 2
 
@@ -115,7 +115,7 @@ def test_nan(tmp_path: Path, kind: str, dtype: str) -> None:
 def test_infinity_is_a_warning(tmp_path: Path, kind: str, dtype: str) -> None:
     array = np.array([1, -np.inf, np.inf], dtype)
     for policy in ("error", "warn"):
-        with pytest.warns(errors.RlxWarning, match="'w' .*: 2 infinite of 3 values"):
+        with pytest.warns(errors.RlxNumericsWarning, match="'w' .*: 2 infinite of 3 values"):
             source_of(kind, tmp_path, array, on_nonfinite=policy).read("w")
     source_of(kind, tmp_path, array, on_nonfinite="ignore").read("w")  # warnings are errors here
 

@@ -14,7 +14,7 @@ import numpy as np
 from rlx_jax.cli import command
 from rlx_jax.encode.checkpoint import Checkpoint, open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
-from rlx_jax.errors import ConfigError, RequestError, RlxWarning, WeightError, quote
+from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.text import format_bytes
@@ -101,11 +101,11 @@ def checked_reader(entry: Entry, session: command.Session, done: int, total: int
     def values() -> Any:
         session.status("convert", done, total)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RlxWarning)  # such as infinity, which is copied
-            warnings.filterwarnings("error", ".* values are over the range of ", RlxWarning)
+            warnings.simplefilter("ignore", RlxNumericsWarning)
+            warnings.filterwarnings("error", ".* values are over the range of ", RlxNumericsWarning)
             try:
                 return entry.values()
-            except RlxWarning as overflow:
+            except RlxNumericsWarning as overflow:
                 advice = "; bf16 has the range of f32" if short_name(entry.type.dtype) == "f16" else ""
                 raise WeightError(f"{overflow}{advice}") from None
 

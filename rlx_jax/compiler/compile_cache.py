@@ -34,7 +34,7 @@ from jax.stages import Lowered
 from rlx_jax.compiler.content_digest import content_digest, source_digest
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import devices_of, fingerprint, jax_settings
-from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxWarning, StorageError, first_line, shown
+from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
 from rlx_jax.io.entries import EntryStore
 
 VARIABLE, SIZE_VARIABLE = "RLX_JAX_CACHE", "RLX_JAX_CACHE_MAX_BYTES"
@@ -437,7 +437,7 @@ def _warn(text: str) -> None:
     """Warn of a failure, once for each text."""
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, RlxWarning, stacklevel=2)
+        warnings.warn(text, RlxCacheWarning, stacklevel=2)
 
 
 # -- the programs that a process runs first ----------------------------------------------------

@@ -16,7 +16,7 @@ from rlx_jax.encode.explain import explain_images, processed_size, profile_image
 from rlx_jax.encode.images import ImageProcessor, named_images, number_images
 from rlx_jax.encode.naflex import PATCH_INPUTS, check_patches
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
-from rlx_jax.errors import GraphError, RequestError, RlxWarning, listing, quote, shown, suggest_keywords
+from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.compile_flow import open_model
@@ -249,7 +249,7 @@ def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> No
             f"pixel_values: {low:g} to {high:g}, and the image processor makes {vmin:.2g} to {vmax:.2g}: they look "
             f"unprocessed ({'not rescaled' if is_raw else 'the mean is not subtracted'}); embed takes uint8 images; "
             "processor(images) makes their pixel values",
-            RlxWarning,
+            RlxNumericsWarning,
             stacklevel=5,
         )
 

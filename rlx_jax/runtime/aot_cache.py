@@ -20,7 +20,7 @@ from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import running_device
-from rlx_jax.errors import GraphError, RlxError, RlxWarning, first_line
+from rlx_jax.errors import GraphError, RlxCacheWarning, RlxError, first_line
 from rlx_jax.io.entries import EntryStore
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.serial import closure_digest, encode_graph
@@ -96,7 +96,7 @@ class AotCache:
         except OSError:
             raise
         except (RlxError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"{self.root}: {key}: not used, and made again: {first_line(error)}", RlxWarning, 2)
+            warnings.warn(f"{self.root}: {key}: not used, and made again: {first_line(error)}", RlxCacheWarning, 2)
             return None
         return lir
 

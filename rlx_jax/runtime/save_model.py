@@ -124,7 +124,7 @@ def _entries(parts: Iterable[_WeightPart], target: np.dtype[Any] | None) -> list
         WeightError: without `target`, values would be rounded; or one key has two different values.
 
     Warns:
-        RlxWarning: a weight has NaN.
+        RlxNumericsWarning: a weight has NaN.
     """
     parts_by_key: dict[str, list[_WeightPart]] = {}
     for part in parts:
@@ -269,7 +269,7 @@ def _warn_of_nan(weights: list[_WeightPart]) -> None:
     damaged = [w.key for w in weights if is_float(w.values.dtype) and _has_nan(w.values)]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
-        warnings.warn(message, errors.RlxWarning, stacklevel=4)
+        warnings.warn(message, errors.RlxNumericsWarning, stacklevel=4)
 
 
 def _has_nan(values: Any) -> bool:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from rlx_jax.dataclasses import dataclass, fields
-from rlx_jax.errors import NonFiniteWeightError, RlxWarning, WeightError, did_you_mean, quote
+from rlx_jax.errors import NonFiniteWeightError, RlxNumericsWarning, WeightError, did_you_mean, quote
 from rlx_jax.io.files import Links
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 from rlx_jax.ir.weight_reads import WeightSource
@@ -46,7 +46,7 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
         NonFiniteWeightError: NaN under `"error"`. The message has the count.
 
     Warns:
-        RlxWarning: infinity; NaN under `"warn"`.
+        RlxNumericsWarning: infinity; NaN under `"warn"`.
     """
     if on_nonfinite == "ignore" or not _is_checked(values.dtype) or all_finite(values):
         return
@@ -56,7 +56,7 @@ def check_finite(values: np.ndarray[Any, Any], key: str, where: str, on_nonfinit
     message = f"weight {quote(key)} ({where}): {counts} of {values.size} values read"
     if nans and on_nonfinite == "error":
         raise NonFiniteWeightError(f'{message}; the checkpoint is damaged, or pass on_nonfinite="warn" or "ignore"')
-    warnings.warn(message, RlxWarning, stacklevel=3)
+    warnings.warn(message, RlxNumericsWarning, stacklevel=3)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def narrow_values(
     """Return a tensor cast to `dtype`, in `out` if given. Messages begin with `where`.
 
     Warns:
-        RlxWarning: finite values are over the range of `dtype`, and become infinite; or all of them are below
+        RlxNumericsWarning: finite values are over the range of `dtype`, and become infinite; or all of them are below
             its normal numbers, and lose digits or become 0.
     """
     cast = np.empty(values.shape, dtype) if out is None else out
@@ -97,10 +97,10 @@ def narrow_values(
             all_small = all_small and not (np.abs(result) >= normal).any()  # mostly false in the first part
     if all_small and values.any():
         message = f"{where}: all values are below {normal:.1e}, where {short_name(dtype)} has fewer digits, or 0"
-        warnings.warn(message, RlxWarning, stacklevel=2)
+        warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     if excess:
         message = f"{where}: {excess} of {values.size} values are over the range of {short_name(dtype)}, now infinite"
-        warnings.warn(message, RlxWarning, stacklevel=2)
+        warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     return cast
 
 
