@@ -80,9 +80,12 @@ class Setting:
 def setting(
     default: Any, no_effect: Callable[[Any, Any], str], label: str = "", resolved_as: str = "", **others: Any
 ) -> Any:
-    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`."""
+    """Return the dataclass field of a setting. The arguments are the attributes of `Setting`.
+
+    The hash of a table leaves mappings out, which would take as long as all other settings of a profile.
+    """
     row = Setting(default, no_effect, label, resolved_as, **others)
-    return field(default=default, metadata={"row": row})
+    return field(default=default, hash=not isinstance(default, Mapping), metadata={"row": row})
 
 
 class Table:
@@ -143,7 +146,7 @@ class Options(Mapping[str, Scalar]):
         return _value_texts(self) == _value_texts(other)
 
     def __hash__(self) -> int:
-        return hash(frozenset(name for name, _ in self.entries))  # programs compare profiles often: texts are slow
+        return hash(frozenset(name for name, _ in self.entries))
 
     def __repr__(self) -> str:
         return f"Options({dict(self.entries)!r})"
