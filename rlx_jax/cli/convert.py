@@ -138,7 +138,7 @@ def export(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     rlx-jax generate, chat and embed take the file in place of the checkpoint; loading it needs flatbuffers."""
     model = command.load_model(args, session)
     session.status.clear()
-    sizes = [command.sizes_by_name(args.size)] if args.size else []
+    sizes = [command.sizes_by_name(args.size)] if args.size else None
     artifact = model.export(
         args.target, platforms=args.platforms, sizes=sizes, format=args.format, overwrite=args.overwrite
     )

@@ -327,6 +327,7 @@ class TowerFlow(Recipe[L]):
         raise NotImplementedError
 
     def stage(self, index: int, spec: Any) -> BlockStage:
+        """Return the stage of a layer."""
         return EncoderLayer(spec) if isinstance(spec, EncoderLayerSpec) else pre_norm_layer(spec)
 
     def final_stages(self) -> tuple[BlockStage, ...]:

@@ -111,7 +111,7 @@ class Artifact:
 
 def export_model(
     model: Any, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
-    programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[SizeMap] = (),
+    programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[SizeMap] | None = None,
     format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Export the model to one file, which `rlx_jax.load` reads without its flow, plugins and checkpoint.
@@ -163,7 +163,7 @@ def export_model(
 
 def write_artifact(
     model: Any, path: str | os.PathLike[str], plan: ArtifactPlan, platforms: Sequence[str] | None = None,
-    sizes: Sequence[SizeMap] = (), format: str = "rlxa", overwrite: bool = False,
+    sizes: Sequence[SizeMap] | None = None, format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Write an artifact; see `export_model`."""
     if not isinstance(path, str | os.PathLike):
@@ -252,12 +252,12 @@ def _check_platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(platforms))
 
 
-def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
-    """Return the choices of sizes, checked."""
-    if not isinstance(sizes, list | tuple) or not all(isinstance(choice, Mapping) for choice in sizes):
+def _check_sizes(sizes: Sequence[SizeMap] | None) -> list[dict[str, int]]:
+    """Return the choices of sizes, checked; none for symbolic sizes."""
+    if sizes is None:
+        return []
+    if not isinstance(sizes, list | tuple) or not sizes or not all(isinstance(choice, Mapping) for choice in sizes):
         raise RequestError(f'export: sizes is {shown(sizes)}; expected a list such as [{{"batch": 1, "seq": 128}}]')
-    if isinstance(sizes, list) and not sizes:  # The default () stands for symbolic sizes.
-        raise RequestError("export: sizes is []; expected one choice of sizes or more; without sizes= they are symbols")
     return [{str(n): check_integer(f"sizes: {n}", size, 1) for n, size in choice.items()} for choice in sizes]
 
 

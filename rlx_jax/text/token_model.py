@@ -155,7 +155,7 @@ class TaskModel:
 
     def export(
         self, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
-        sizes: Sequence[Mapping[str, int]] = (), format: str = "rlxa", overwrite: bool = False,
+        sizes: Sequence[Mapping[str, int]] | None = None, format: str = "rlxa", overwrite: bool = False,
     ) -> Artifact:  # fmt: skip
         """Export the model to one `.rlxa` file with tokenizer and settings, from which `rlx_jax.load` makes the same
         object without the checkpoint. The arguments are as for `CompiledModel.export`."""
